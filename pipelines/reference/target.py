@@ -1,0 +1,204 @@
+"""Train the reference target: a Qwen3-MoE of about 17 M parameters on Python source.
+
+    python -m pipelines.reference.target --corpus runs/reference/corpus --out runs/reference/target --minutes 70
+
+Writes a transformers folder (`config.json`, `model.safetensors` in bf16, tokenizer) and `training.json`. `--init DIR`
+continues from an earlier run. Legend of shape suffixes: B sequences, T positions, N = B*T tokens, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from pipelines.reference.corpus import END_OF_TEXT, VOCABULARY
+from pipelines.reference.muon import Muon
+
+CONTEXT = 512
+
+
+def sorted_experts(self: nn.Module, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Experts function for training on a CPU: tokens sorted by expert, one matrix product per touched expert."""
+    order = index_NK.flatten().argsort()
+    token = order // index_NK.size(1)
+    counts = torch.bincount(index_NK.flatten(), minlength=self.num_experts).tolist()
+    outputs = []
+    for expert, x in enumerate(hidden_ND[token].split(counts)):
+        if counts[expert]:
+            gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+            outputs.append(F.linear(F.silu(gate) * up, self.down_proj[expert]))
+    scaled = torch.cat(outputs) * weight_NK.flatten()[order, None]
+    return torch.zeros_like(hidden_ND).index_add(0, token, scaled)
+
+
+ALL_EXPERTS_FUNCTIONS.register("reference_sorted", sorted_experts)
+
+
+def target_config() -> Qwen3MoeConfig:
+    """Architecture of the reference target."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, num_experts=48, num_experts_per_tok=4, moe_intermediate_size=56, intermediate_size=512,
+        norm_topk_prob=True, max_position_embeddings=4096, rope_theta=10000.0, tie_word_embeddings=True,
+        output_router_logits=False, use_cache=False, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    config._experts_implementation = "reference_sorted"
+    return config
+
+
+class Windows(Dataset):  # type: ignore[type-arg]
+    """Consecutive windows of `CONTEXT + 1` tokens from a token array, in a seeded order."""
+
+    def __init__(self, path: Path, seed: int):
+        self.ids = np.load(path, mmap_mode="r")
+        self.order = np.random.default_rng(seed).permutation((len(self.ids) - 1) // CONTEXT)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, i: int) -> Tensor:
+        start = int(self.order[i]) * CONTEXT
+        return torch.from_numpy(self.ids[start : start + CONTEXT + 1].astype(np.int64))
+
+
+def balance_loss(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
+    """Switch-style auxiliary loss, per layer and then averaged: 1 when perfectly balanced."""
+    losses = []
+    for logits_NE in router_logits:
+        probs_NE = logits_NE.float().softmax(-1)
+        chosen = torch.bincount(probs_NE.topk(top_k).indices.flatten(), minlength=logits_NE.size(-1))
+        share_E = chosen / chosen.sum()
+        losses.append(logits_NE.size(-1) * (share_E * probs_NE.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+class TargetModule(L.LightningModule):
+    """Next-token training with Muon on the matrices and AdamW on the rest; trapezoidal schedule over wall-clock time."""
+
+    def __init__(self, minutes: float, lr: float = 5e-3, init: Path | None = None):
+        super().__init__()
+        config = target_config()
+        if init:
+            self.model = Qwen3MoeForCausalLM.from_pretrained(init, dtype=torch.float32, attn_implementation="sdpa")
+            self.model.config._experts_implementation = "reference_sorted"
+        else:
+            self.model = Qwen3MoeForCausalLM(config)
+        self.lr, self.seconds, self.started = lr, minutes * 60, time.monotonic()
+        self.automatic_optimization = False
+        self.seen = 0
+        self.history: list[dict[str, float]] = []
+
+    def progress(self) -> float:
+        """Fraction of the time budget used, as rank 0 sees it."""
+        elapsed = torch.tensor((time.monotonic() - self.started) / self.seconds)
+        return min(1.0, float(self.trainer.strategy.broadcast(elapsed)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        """One optimizer step on `[B, T + 1]` token ids."""
+        out = self.model(input_ids=batch[:, :-1], output_router_logits=True, logits_to_keep=0)
+        cross_entropy = F.cross_entropy(out.logits.flatten(0, 1), batch[:, 1:].flatten())
+        balance = balance_loss(out.router_logits, self.model.config.num_experts_per_tok)
+        progress = self.progress()
+        scale = min(1.0, (batch_idx + 1) / 20) * min(1.0, (1 - progress) / 0.4 + 0.01)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * scale
+            optimizer.zero_grad()
+        self.manual_backward(cross_entropy + 0.01 * balance)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+        self.seen += batch[:, 1:].numel() * self.trainer.world_size
+        row = {"step": batch_idx, "progress": progress, "loss": cross_entropy.item(), "balance": balance.item(),
+               "tokens": self.seen, "seconds": time.monotonic() - self.started}  # fmt: skip
+        self.history.append(row)
+        if self.global_rank == 0 and batch_idx % 5 == 0:
+            print({k: round(v, 4) for k, v in row.items()}, flush=True)
+        if progress >= 1:
+            self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for attention and expert matrices, AdamW for embedding, router and norms."""
+        matrices, rest = [], []
+        for name, p in self.model.named_parameters():
+            (matrices if p.ndim >= 2 and "embed" not in name and "mlp.gate." not in name else rest).append(p)
+        muon = Muon([{"params": matrices, "base_lr": self.lr}], lr=self.lr)
+        adam = torch.optim.AdamW([{"params": rest, "base_lr": self.lr}], lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        return [muon, adam]
+
+
+def save_target(model: Qwen3MoeForCausalLM, corpus: Path, out: Path) -> None:
+    """Write the transformers folder: bf16 safetensors, config, tokenizer."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(corpus / "tokenizer.json"), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+    state = {k: v.detach().to(torch.bfloat16) for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    copy = Qwen3MoeForCausalLM(target_config()).to(torch.bfloat16)
+    copy.load_state_dict(state, strict=False)
+    copy.config.use_cache = True
+    copy.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+class Snapshots(Callback):
+    """Save the target every `minutes`, so that a killed run leaves a usable model."""
+
+    def __init__(self, corpus: Path, out: Path, minutes: float = 5):
+        self.corpus, self.out, self.every, self.last = corpus, out, minutes * 60, time.monotonic()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        """Save when due, on rank 0."""
+        if trainer.is_global_zero and time.monotonic() - self.last > self.every:
+            self.save(module)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        """Save the final weights."""
+        if trainer.is_global_zero:
+            self.save(module)
+
+    def save(self, module: TargetModule) -> None:
+        """Write the model and the training history."""
+        self.last = time.monotonic()
+        save_target(module.model, self.corpus, self.out)
+        (self.out / "training.json").write_text(json.dumps({"tokens": module.seen, "history": module.history[::10]}))
+
+
+def main() -> None:
+    """Command line entry; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init", type=Path)
+    parser.add_argument("--minutes", type=float, default=70)
+    parser.add_argument("--batch", type=int, default=12, help="sequences per process and step")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.processes))
+    L.seed_everything(args.seed)
+    data = DataLoader(Windows(args.corpus / "train.npy", args.seed), batch_size=args.batch, drop_last=True)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=args.processes, strategy="ddp" if args.processes > 1 else "auto", max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Snapshots(args.corpus, args.out)],
+    )  # fmt: skip
+    trainer.fit(TargetModule(args.minutes, args.lr, args.init), data)
+
+
+if __name__ == "__main__":
+    main()
