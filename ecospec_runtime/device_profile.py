@@ -1,0 +1,42 @@
+"""What a verification pass costs on one device for one target; fitted by `ecospec-train profile`, read by policies."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class DeviceProfile(BaseModel):
+    """Pass time in ms: fixed + per_token * n + per_expert * union + per_context * context.
+
+    n counts the root; union is the number of distinct (layer, expert) pairs that the pass touches, all layers together.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: int = 1
+    device: str  # human-readable name
+    slug: str  # file-name form of device, dtype and threads
+    dtype: str
+    threads: int
+    versions: dict[str, str]
+    fixed_ms: float
+    per_token_ms: float
+    per_expert_ms: float
+    per_context_ms: float = 0.0  # per cached token
+    draft_level_ms: float = 0.0  # one expansion level of the drafter
+    draft_fixed_ms: float = 0.0  # catch-up plus first level
+    predict_ms: float = 0.0
+    select_ms: float = 0.0
+    heldout_error: float  # mean relative error on passes the fit has not seen
+    plain_ms: float  # measured plain step
+    expert_share: float  # share of a plain step spent in experts, by the fit
+
+    def pass_ms(self, nodes: int, union: int, context: int = 0) -> float:
+        """Predicted time of a pass over `nodes` tokens (root included) that touches `union` (layer, expert) pairs."""
+        return self.fixed_ms + self.per_token_ms * nodes + self.per_expert_ms * union + self.per_context_ms * context
+
+    def draft_ms(self, levels: int) -> float:
+        """Time of catching up and expanding `levels` levels, prediction and selection included; 0 for no draft."""
+        if levels == 0:
+            return 0.0
+        return self.draft_fixed_ms + self.draft_level_ms * (levels - 1) + self.predict_ms + self.select_ms
