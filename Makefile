@@ -1,0 +1,59 @@
+# Every target does its own set-up: a virtual environment in .venv and a pinned install, once.
+#   make test        everything that proves the project (at most 6 minutes on 2 cores)
+#   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (at most 9 minutes)
+#   make reference   retrain the committed reference target and drafter (about two hours)
+#   make lint        ruff and mypy
+# PYTHON=...   another interpreter (3.11 to 3.13).  PIP_ARGS=...  for example another index of torch builds.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_ARGS ?=
+USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
+
+RUN := runs/quickstart
+MODEL := pipelines/reference/model
+JOBS ?= auto
+
+.PHONY: install test quickstart reference lint format constraints clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ ! -x $(BIN)/python ]; then \
+	  [ -n "$(PYTHON)" ] || { echo "no Python 3.11-3.13 with venv found: install one, or make PYTHON=/path/to/python" >&2; exit 2; }; \
+	  $(PYTHON) -m venv $(VENV); fi
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt -e '.[train,cpu,dev]'
+	@touch $@
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 8 tests $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+constraints: $(STAMP)
+	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude ecospec | sed 's/+cpu$$//' | grep -v '^-e'; } > constraints.new
+	@mv constraints.new constraints.txt
+
+quickstart: $(STAMP)
+	@VENV=$(VENV) MODEL=$(MODEL) RUN=$(RUN) bash pipelines/quickstart.sh
+
+reference: $(STAMP)
+	$(BIN)/python -m pipelines.reference.corpus --out runs/reference/corpus
+	$(BIN)/python -m pipelines.reference.target --corpus runs/reference/corpus --out runs/reference/target
+	$(BIN)/python -m pipelines.reference.head --corpus runs/reference/corpus --target runs/reference/target --out runs/reference/drafter
+
+clean:
+	rm -rf runs/quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
