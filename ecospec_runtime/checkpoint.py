@@ -1,0 +1,110 @@
+"""Checkpoint folders on disk: finding, checking, loading and fingerprinting them. Every fault is a one-line UserError."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import cached_file
+
+from ecospec_runtime.errors import UserError
+
+DTYPES: dict[str, torch.dtype | str] = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+_WHOLE = 4 << 20  # bytes: a tensor up to this size is hashed whole
+_SLICE, _SLICES = 64 << 10, 64
+
+
+def resolve_folder(source: str, role: str) -> Path:
+    """Local folder of a checkpoint given as folder or hub id; raises UserError if it is missing or incomplete."""
+    folder = Path(source)
+    if not folder.exists():
+        if source.startswith((".", "/", "~")) or source.count("/") != 1:
+            raise UserError(f"{role} {source}: no such folder; pass a local folder or a hub id of the form owner/name")
+        try:
+            config = cached_file(source, "config.json")
+        except OSError:
+            raise UserError(f"{role} {source}: no such local folder, and the hub has no such model in reach") from None
+        return Path(str(config)).parent
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{role} {source}: no config.json in this folder; pass the folder of a saved model")
+    if not weight_files(folder):
+        raise UserError(f"{role} {source}: no weights (*.safetensors or pytorch_model*.bin) beside config.json")
+    return folder
+
+
+def read_config(folder: Path, role: str) -> dict[str, Any]:
+    """Parsed `config.json`; raises UserError if it is not a JSON object."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{role} {folder / 'config.json'}: not readable JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{role} {folder / 'config.json'}: not a JSON object")
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Weight files of a folder, safetensors preferred, in a fixed order."""
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def load_model(folder: Path, source: str, dtype: str) -> nn.Module:
+    """Load a causal language model on the CPU, attention sdpa or eager; raises UserError naming what is wrong."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype '{dtype}' is not supported; use one of {', '.join(DTYPES)}")
+    read_config(folder, "target")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=DTYPES[dtype], output_loading_info=True
+        )
+    except SafetensorError as error:
+        raise UserError(f"target {source}: damaged weight file ({error}); copy or download it again") from None
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"target {source}: transformers cannot load it ({line})") from None
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(f"target {source}: {len(missing)} weights are missing from its files, first {missing[0]}")
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        model.set_attn_implementation("eager")
+    return model
+
+
+def fingerprint(folder: Path) -> str:
+    """sha256 over names, types, shapes and bytes of all weights; of the base weights if the folder says it was widened.
+
+    Of tensors above 4 MiB, 64 evenly spread slices of 64 KiB enter, so that a model of any size takes seconds.
+    """
+    base = read_config(folder, "checkpoint").get("ecospec_widened_from")
+    if isinstance(base, str) and base:
+        return base
+    digest = hashlib.sha256()
+    paths = weight_files(folder)
+    if paths[0].suffix != ".safetensors":
+        for path in paths:
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        for name, file in sorted(((name, file) for file in files for name in file.keys()), key=lambda pair: pair[0]):
+            _hash_tensor(digest, name, file.get_tensor(name))
+    return digest.hexdigest()
+
+
+def _hash_tensor(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy() if tensor.numel() else b""
+    if len(data) <= _WHOLE:
+        digest.update(data)
+        return
+    for i in range(_SLICES):
+        start = i * (len(data) - _SLICE) // (_SLICES - 1)
+        digest.update(data[start : start + _SLICE])

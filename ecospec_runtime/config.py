@@ -1,0 +1,80 @@
+"""Settings of the runtime. Every mistake in them is a one-line `UserError` that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
+
+from ecospec_runtime.errors import UserError
+
+# Keys of transformers' GenerationConfig that would change the target's distribution, or mean a different search.
+_REFUSED = {
+    "do_sample": "use temperature: 0 is greedy, above 0 samples",
+    "num_beams": "only one sequence is decoded at a time, without beams",
+    "max_length": "use max_new_tokens",
+    "stop": "use stop_strings",
+}
+
+
+class Config(BaseModel):
+    """Pydantic model that refuses unknown keys and reports every mistake as a `UserError` naming the key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_line(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"]) or cls.__name__
+            if first["type"] == "extra_forbidden":
+                remedy = _REFUSED.get(key, "supported keys: " + ", ".join(cls.model_fields))
+                raise UserError(f"{cls.__name__}: '{key}' is not supported; {remedy}") from None
+            raise UserError(f"{cls.__name__}: '{key}' = {first['input']!r}: {first['msg']}") from None
+
+
+class PoolConfig(Config):
+    """Shape of the candidate tree: the best `width` nodes of each of `depth` levels; the best `beam` of a level expand."""
+
+    depth: int = Field(6, ge=1, le=64)
+    beam: int = Field(4, ge=1, le=256)
+    width: int = Field(8, ge=1, le=256)
+
+    @property
+    def pool_size(self) -> int:
+        """Largest number of nodes a pool can hold."""
+        return self.width * self.depth
+
+    def cut(self, depth: int | None) -> PoolConfig:
+        """The same shape, at most `depth` levels deep; None leaves it as it is."""
+        return self if depth is None or depth >= self.depth else self.model_copy(update={"depth": max(1, depth)})
+
+
+class GenerationConfig(Config):
+    """How to decode. Names follow transformers; the processing order is penalty, temperature, top-k, top-p, min-p."""
+
+    max_new_tokens: int = Field(128, ge=1)
+    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)  # 0: argmax
+    top_k: int = Field(0, ge=0)  # 0: off
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
+    seed: int = Field(0, ge=0, lt=2**63)
+    stop_strings: tuple[str, ...] = ()
+    eos_token_id: int | tuple[int, ...] | None = None  # None: what the target's own configuration says; (): never stop
+    logprobs: bool = False  # fill Token.logprob: the target's raw log-probability
+
+    @model_validator(mode="after")
+    def _no_empty_stop(self) -> Self:
+        if "" in self.stop_strings:
+            raise UserError("GenerationConfig: 'stop_strings' holds an empty string; remove it")
+        return self
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> GenerationConfig:
+        """Build from parsed flags, YAML or JSON; raises UserError on anything unsupported."""
+        return cls.model_validate(dict(values))

@@ -1,0 +1,297 @@
+"""The target: any transformers MoE, reached through the library's own seams.
+
+Routing is read by hooks on the experts modules, auxiliary hidden states by hooks on the decoder layers; hooks exist only
+while they are asked for. Legend of shapes: n tokens of a pass, P cached tokens, H hidden, V vocabulary, L MoE layers,
+K top-k, A auxiliary layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from ecospec_runtime.cache import TargetCache
+from ecospec_runtime.checkpoint import fingerprint, load_model, resolve_folder
+from ecospec_runtime.errors import UserError
+
+
+@dataclass
+class TargetOutput:
+    """What one pass returns."""
+
+    logits: Tensor | None  # float32 [n, V]; [1, V] for the last row if only that was asked for
+    hidden: Tensor  # [n, H] after the final norm
+    aux: Tensor | None  # [n, A*H] hidden states entering the asked layers, concatenated in the asked order
+    routing_layers: list[Tensor]  # per MoE layer [n, K]; empty if not asked for
+
+    @property
+    def routing(self) -> Tensor | None:
+        """Expert ids `[n, L, K]` the pass used, or None if not asked for."""
+        return torch.stack(self.routing_layers, dim=1) if self.routing_layers else None
+
+
+class Target:
+    """A loaded target model with its tokenizer. One pass at a time; see `forward` and `commit`."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, source: str, folder: Path):
+        self.model, self.tokenizer, self.source, self.folder = model.eval(), tokenizer, source, folder
+        self.config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self.architecture = type(model).__name__
+        self.device = next(model.parameters()).device
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+        self._decoder = model.get_decoder()  # type: ignore[operator]
+        self._layers = _decoder_layers(self._decoder, source)
+        self._experts = _experts_modules(self._decoder, self.architecture, source)
+        self.moe_layers = len(self._experts)
+        self.experts = _one({int(m.num_experts) for m in self._experts}, "expert counts", source)
+        self._cache_name = _cache_argument(model, source)
+        self._windows = _sliding_windows(self.config, source)
+        self._armed: tuple[tuple[int, ...], bool] = ((), False)
+        self._handles: list[Any] = []
+        self._aux: dict[int, Tensor] = {}
+        self._routing: list[Tensor] = []
+        self._hidden: Tensor | None = None
+        self._decoder.register_forward_hook(self._record_hidden)
+        self.top_k = self._probe()
+
+    @classmethod
+    def from_pretrained(cls, id_or_folder: str | Path, dtype: str = "auto", device: str = "cpu") -> Target:
+        """Load a local folder or hub id. `dtype` is float32, bfloat16 or auto (as saved). Raises UserError."""
+        source = str(id_or_folder)
+        folder = resolve_folder(source, "target")
+        model = load_model(folder, source, dtype).to(device)
+        try:
+            from ecospec_runtime.compute import install
+
+            install(model)
+        except ImportError:
+            pass
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"target {source}: no usable tokenizer ({_first_line(error)})") from None
+        return cls(model, tokenizer, source, folder)
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers; also the auxiliary layer id that means "output of the last layer, before the norm"."""
+        return len(self._layers)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the weights, or of the base weights for a widened folder; see `checkpoint.fingerprint`."""
+        return fingerprint(self.folder)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the generation config, else of the config, else of the tokenizer."""
+        generation = getattr(self.model, "generation_config", None)
+        for holder in (generation, self.config, self.tokenizer):
+            ids = getattr(holder, "eos_token_id", None)
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+        return ()
+
+    def new_cache(self) -> TargetCache:
+        """An empty cache for one sequence."""
+        return TargetCache()
+
+    def embed(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Input embedding rows `[n, H]` of the given token ids."""
+        with torch.inference_mode():
+            ids = torch.as_tensor(tokens, device=self.device)
+            return self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens_n: Tensor, positions_n: Tensor, mask: Tensor | None, cache: TargetCache, *,
+        aux_layers: tuple[int, ...] = (), routing: bool = False, logits: bool = True, last_only: bool = False,
+    ) -> TargetOutput:  # fmt: skip
+        """One pass over n tokens after the P committed rows of `cache`, which grows by n.
+
+        `mask` is bool `[n, P + n]`, True where a token may look; None is a causal chain. `aux_layers` names hidden
+        states *entering* layers. `logits` False skips them; `last_only` computes those of the last row. Raises
+        UserError if the target produced NaN or Inf, naming the layer.
+        """
+        if (aux_layers, routing) != self._armed:
+            self._arm(aux_layers, routing)
+        past, n = len(cache), tokens_n.shape[0]
+        self._routing = []
+        attention = None if mask is None or (n == 1 and not self._windows) else self._attention(mask, positions_n, past)
+        keep = 0 if logits and not last_only else 1
+        output = self.model(
+            input_ids=tokens_n[None], position_ids=positions_n[None], attention_mask=attention, use_cache=True,
+            logits_to_keep=keep, **{self._cache_name: cache.inner},
+        )  # fmt: skip
+        if len(cache) != past + n:
+            raise UserError(f"target {self.source}: {self.architecture} did not fill the cache; it is not supported")
+        assert self._hidden is not None
+        hidden, self._hidden = self._hidden[0], None
+        if not torch.isfinite(hidden.sum()):
+            self._locate(tokens_n, positions_n, attention, cache, past)
+        aux = torch.cat([self._aux[i] for i in aux_layers], dim=-1) if aux_layers else None
+        used, self._routing = self._routing, []
+        return TargetOutput(output.logits[0].float() if logits else None, hidden, aux, used)
+
+    def commit(self, cache: TargetCache, past: int, kept: list[int]) -> None:
+        """Keep rows `past + kept` (ascending) of the last pass, drop its other rows."""
+        with torch.inference_mode():
+            cache.keep(past, kept)
+
+    def _attention(self, mask: Tensor, positions_n: Tensor, past: int) -> Tensor | dict[str, Tensor]:
+        """Additive `[1, 1, n, P + n]` masks in the form the architecture takes: one, or one per layer type."""
+        full = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+        full.masked_fill_(~mask, torch.finfo(self.dtype).min)
+        if not self._windows:
+            return full[None, None]
+        window: int = self.config.sliding_window
+        key_positions = torch.cat([torch.arange(past, device=mask.device), positions_n])
+        far = positions_n[:, None] - key_positions[None] >= window
+        near = full.masked_fill(far, torch.finfo(self.dtype).min)
+        if self._windows == "all":
+            return near[None, None]
+        return {"full_attention": full[None, None], "sliding_attention": near[None, None]}
+
+    def _arm(self, aux_layers: tuple[int, ...], routing: bool) -> None:
+        """Install exactly the hooks that this and the following passes need."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._aux = {}
+        for i in aux_layers:
+            if not 0 <= i <= len(self._layers):
+                raise UserError(f"auxiliary layer {i} is not in 0..{len(self._layers)} of target {self.source}")
+            if i == len(self._layers):
+                hook = self._layers[-1].register_forward_hook(_keep_output(self._aux, i))
+            else:
+                hook = self._layers[i].register_forward_pre_hook(_keep_input(self._aux, i), with_kwargs=True)
+            self._handles.append(hook)
+        if routing:
+            for module in self._experts:
+                self._handles.append(module.register_forward_pre_hook(self._record_routing, with_kwargs=True))
+        self._armed = (aux_layers, routing)
+
+    def _record_routing(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = args[1] if len(args) > 1 else kwargs[_routing_argument(module)]
+        self._routing.append(index)
+
+    def _record_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._hidden = output[0]
+
+    def _probe(self) -> int:
+        """Run one token to learn top-k and prove that hooks and cache work; returns top-k."""
+        token = torch.zeros(1, dtype=torch.long, device=self.device)
+        output = self.forward(token, token, None, self.new_cache(), routing=True)
+        if len(output.routing_layers) != self.moe_layers:
+            raise UserError(f"target {self.source}: {self.architecture} bypasses its experts modules; not supported")
+        return _one({r.shape[-1] for r in output.routing_layers}, "top-k values", self.source)
+
+    def _locate(self, tokens_n: Tensor, positions_n: Tensor, attention: Any, cache: TargetCache, past: int) -> None:
+        """Repeat a pass that went wrong with a probe on every layer; raises UserError naming the first bad one."""
+        cache.keep(past, [])
+        bad: list[int] = []
+
+        def probe(i: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                out = output if isinstance(output, Tensor) else output[0]
+                if not bad and not torch.isfinite(out).all():
+                    bad.append(i)
+
+            return hook
+
+        handles = [layer.register_forward_hook(probe(i)) for i, layer in enumerate(self._layers)]
+        try:
+            self.model(
+                input_ids=tokens_n[None], position_ids=positions_n[None], attention_mask=attention, use_cache=True,
+                **{self._cache_name: cache.inner},
+            )  # fmt: skip
+        finally:
+            for handle in handles:
+                handle.remove()
+        where = f"layer {bad[0]}" if bad else "the final norm"
+        raise UserError(
+            f"target {self.source}: NaN or Inf in the hidden states leaving {where}; check the weights of that layer "
+            "(damaged or wrongly dequantised file?) or load with --dtype float32"
+        )
+
+
+def _keep_input(store: dict[int, Tensor], i: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        store[i] = (args[0] if args else kwargs["hidden_states"])[0]
+
+    return hook
+
+
+def _keep_output(store: dict[int, Tensor], i: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        store[i] = (output if isinstance(output, Tensor) else output[0])[0]
+
+    return hook
+
+
+def _decoder_layers(decoder: nn.Module, source: str) -> nn.ModuleList:
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UserError(f"target {source}: {type(decoder).__name__} has no list of decoder layers; it is not supported")
+    return layers
+
+
+def _routing_argument(module: nn.Module) -> str:
+    """Name of the second parameter of an experts module's forward: the chosen expert ids."""
+    return list(inspect.signature(module.forward).parameters)[1]
+
+
+def _experts_modules(decoder: nn.Module, architecture: str, source: str) -> list[nn.Module]:
+    """Modules whose forward takes (hidden states, expert ids, weights), in layer order."""
+    found = []
+    for module in decoder.modules():
+        if type(module).__name__.endswith("Experts") and hasattr(module, "num_experts"):
+            if len(inspect.signature(module.forward).parameters) >= 3:
+                found.append(module)
+    if not found:
+        raise UserError(
+            f"target {source}: {architecture} has no experts modules that EcoSpec can read; the target must be a "
+            "mixture-of-experts model (a dense model gains nothing here)"
+        )
+    return found
+
+
+def _one(values: set[int], what: str, source: str) -> int:
+    if len(values) != 1:
+        raise UserError(f"target {source}: its MoE layers have different {what} {sorted(values)}; it is not supported")
+    return values.pop()
+
+
+def _cache_argument(model: nn.Module, source: str) -> str:
+    """`cache` in new transformers releases, `past_key_values` in older ones; a wrong name would be swallowed."""
+    parameters = inspect.signature(model.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    raise UserError(f"target {source}: {type(model).__name__}.forward takes no cache; it is not supported")
+
+
+def _sliding_windows(config: Any, source: str) -> str:
+    """Which layers look through a sliding window: "" none, "all", or "some" (one mask per layer type)."""
+    types = set(getattr(config, "layer_types", None) or ())
+    unknown = types - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(
+            f"target {source}: layers of type {sorted(unknown)} keep a state that a rejected token cannot be taken out of"
+        )
+    if "sliding_attention" in types:
+        return "some" if "full_attention" in types else "all"
+    return "all" if not types and getattr(config, "sliding_window", None) else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
