@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # What a machine with the base install alone lacks; numba (extra `cpu`), matplotlib and datasets may only be imported late.
 EXTRAS = ("lightning", "datasets", "optuna", "mlflow", "onnx", "onnxscript", "pyarrow", "scipy", "matplotlib",
-          "accelerate", "numba", "ecospec_train")  # fmt: skip
+          "numba", "ecospec_train")  # fmt: skip
 FORBIDDEN = {
     "kernels/ecospec_kernels": {"transformers", "onnxruntime", "ecospec_runtime", "ecospec_train", "pipelines"},
     "ecospec_runtime": {"lightning", "optuna", "mlflow", "onnx", "pyarrow", "scipy", "ecospec_train", "pipelines"},

@@ -1,0 +1,247 @@
+"""The deployable folder: predictor, acceptance models, one policy per device, and what they may be used with.
+
+    BUNDLE/manifest.json  predictor.onnx  predictor.safetensors  acceptance.json  metrics.json  policies/<slug>.json  README.md
+
+Loading checks every hash and every compatibility and names what is wrong; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from ecospec_runtime.drafters.base import Drafter
+    from ecospec_runtime.target import Target
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+REQUIRED = ("predictor.onnx", "predictor.safetensors", "acceptance.json")
+_CHUNK = 1 << 20
+
+
+class Strict(BaseModel):
+    """Base of everything stored in a bundle: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class TargetInfo(Strict):
+    """The target a bundle was made for."""
+
+    id: str
+    architecture: str
+    fingerprint: str
+    moe_layers: int
+    experts: int
+    top_k: int
+    vocab_size: int
+    hidden_size: int
+    vocabulary_sha256: str | None = None  # None: the target came without a tokenizer
+
+
+class DrafterInfo(Strict):
+    """The drafter whose states the predictor reads."""
+
+    id: str
+    kind: str
+    fingerprint: str
+    width: int
+
+
+class FileInfo(Strict):
+    """What a file must be."""
+
+    sha256: str
+    bytes: int
+
+
+class PredictorInfo(Strict):
+    """Inputs of `predictor.onnx` with their widths, and what it reached on held-out text."""
+
+    inputs: dict[str, int]
+    acceptance: str  # the acceptance model with the lowest held-out log loss
+    metrics: dict[str, Any]
+
+
+class Provenance(Strict):
+    """Where a bundle came from."""
+
+    created: str
+    command: str
+    git_commit: str | None
+    dataset_sha256: str
+    versions: dict[str, str]
+
+
+class Manifest(Strict):
+    """`manifest.json`."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: TargetInfo
+    drafter: DrafterInfo
+    pool: PoolConfig
+    predictor: PredictorInfo
+    policies: list[str]  # device slugs, each a file policies/<slug>.json
+    files: dict[str, FileInfo]
+    provenance: Provenance
+
+
+class DevicePolicy(Strict):
+    """`policies/<slug>.json`: what `tune` chose for one device, and why."""
+
+    schema_version: int = SCHEMA_VERSION
+    policy: str
+    parameters: dict[str, Any]
+    acceptance: str
+    depth: int | None = None
+    reason: str = ""  # one line; for `off`: why speculation does not pay here
+    profile: DeviceProfile
+    results: dict[str, Any]  # replayed tokens per second and speed-up of this policy, `off` and the best `confidence`
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A loaded and checked bundle."""
+
+    folder: Path
+    manifest: Manifest
+    policies: dict[str, DevicePolicy]
+
+    def device_policy(self, slug: str) -> DevicePolicy:
+        """The policy tuned for the device `slug`; raises UserError naming the ones there are."""
+        if slug not in self.policies:
+            known = ", ".join(self.policies) or "none"
+            raise UserError(
+                f"{self.folder / 'policies'}: no policy for this device ({slug}), only for: {known}; run `ecospec-train "
+                "profile`, `tune` and `export` here, or name a policy with --policy"
+            )
+        return self.policies[slug]
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's bytes, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def vocabulary_sha256(tokenizer: Any) -> str | None:
+    """sha256 over the sorted (token, id) pairs of a tokenizer; None without one."""
+    if tokenizer is None:
+        return None
+    pairs = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs, ensure_ascii=True).encode()).hexdigest()
+
+
+def parse_json_file(path: Path, model: type[BaseModel]) -> Any:
+    """Read `path` as `model`; raises UserError that names file and key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing; export the bundle again or copy the whole folder") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); check its permissions or export again") from None
+    try:
+        return model.model_validate(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path}: not valid JSON at line {error.lineno} (truncated?); export the bundle again"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "(whole file)"
+        raise UserError(f"{path}: key '{key}': {first['msg']}; it was written by another version or edited") from None
+
+
+def load_bundle(folder: str | Path) -> Bundle:
+    """Read and verify a bundle folder: every file present, of the right size and hash. Raises UserError."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"{root}: no such bundle folder; `ecospec-train export` writes one")
+    raw = root / MANIFEST
+    if not raw.is_file():
+        raise UserError(f"{raw}: missing, so {root} is not a bundle; `ecospec-train export` writes one")
+    manifest: Manifest = parse_json_file(raw, Manifest)
+    if manifest.schema_version != SCHEMA_VERSION:
+        raise UserError(
+            f"{raw}: schema_version {manifest.schema_version}, this version of EcoSpec reads {SCHEMA_VERSION}; "
+            "export the bundle again"
+        )
+    expected = (*REQUIRED, *(f"policies/{slug}.json" for slug in manifest.policies))
+    for name in expected:
+        if name not in manifest.files:
+            raise UserError(f"{raw}: key 'files' does not list {name}; export the bundle again")
+    for name, info in manifest.files.items():
+        _check_file(root / name, info)
+    policies = {slug: parse_json_file(root / f"policies/{slug}.json", DevicePolicy) for slug in manifest.policies}
+    return Bundle(root, manifest, policies)
+
+
+def _check_file(path: Path, info: FileInfo) -> None:
+    if not path.is_file():
+        raise UserError(f"{path}: missing; the manifest lists it. Copy the whole bundle or export it again")
+    size = path.stat().st_size
+    if size != info.bytes:
+        raise UserError(
+            f"{path}: {size} bytes, the manifest says {info.bytes} (truncated copy?); copy or export it again"
+        )
+    if file_sha256(path) != info.sha256:
+        raise UserError(f"{path}: content does not match its sha256 in the manifest (edited?); copy or export it again")
+
+
+def write_manifest(root: Path, manifest: Manifest) -> Manifest:
+    """Fill in size and hash of every file under `root` and write `manifest.json` last, by rename."""
+    files = {
+        path.relative_to(root).as_posix(): FileInfo(sha256=file_sha256(path), bytes=path.stat().st_size)
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    complete = manifest.model_copy(update={"files": files})
+    draft = root / (MANIFEST + ".tmp")
+    draft.write_text(complete.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    draft.replace(root / MANIFEST)
+    return complete
+
+
+def check_target(bundle: Bundle, target: Target) -> None:
+    """Refuse a target that the bundle was not made for; raises UserError that names the difference and the remedy."""
+    want, where = bundle.manifest.target, bundle.folder / MANIFEST
+    remedy = f"pass --target {want.id}, or fit a bundle for this target"
+    for key, name in (
+        ("architecture", "architecture"), ("moe_layers", "MoE layers"), ("experts", "experts per layer"),
+        ("top_k", "experts per token"), ("vocab_size", "vocabulary size"), ("hidden_size", "hidden size"),
+    ):  # fmt: skip
+        expected, found = getattr(want, key), getattr(target, key)
+        if expected != found:
+            raise UserError(f"{where}: made for a target with {name} {expected}, this one has {found}; {remedy}")
+    if want.vocabulary_sha256 is not None and want.vocabulary_sha256 != vocabulary_sha256(target.tokenizer):
+        raise UserError(f"{where}: the target's tokenizer has another vocabulary than the bundle's; {remedy}")
+    if want.fingerprint != target.fingerprint:
+        raise UserError(
+            f"{where}: the target's weights are not those of the traces (fingerprint {target.fingerprint[:12]}, "
+            f"bundle {want.fingerprint[:12]}); {remedy}"
+        )
+
+
+def check_drafter(bundle: Bundle, drafter: Drafter) -> None:
+    """Refuse a drafter whose states the predictor has not seen; raises UserError."""
+    want, where = bundle.manifest.drafter, bundle.folder / MANIFEST
+    for key in ("kind", "width", "fingerprint"):
+        expected, found = getattr(want, key), getattr(drafter, key)
+        if expected != found:
+            raise UserError(
+                f"{where}: made for a drafter of {key} {str(expected)[:16]}, this one has {str(found)[:16]}; "
+                f"pass --drafter {want.id}, or fit a bundle for this drafter"
+            )
