@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ecospec_runtime.acceptance import AcceptanceModel
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.predictor import ONNX_FILE, Predictor, PredictorManifest, check_interface, open_session
 
 if TYPE_CHECKING:
     from ecospec_runtime.drafters.base import Drafter
@@ -65,14 +67,6 @@ class FileInfo(Strict):
     bytes: int
 
 
-class PredictorInfo(Strict):
-    """Inputs of `predictor.onnx` with their widths, and what it reached on held-out text."""
-
-    inputs: dict[str, int]
-    acceptance: str  # the acceptance model with the lowest held-out log loss
-    metrics: dict[str, Any]
-
-
 class Provenance(Strict):
     """Where a bundle came from."""
 
@@ -90,7 +84,8 @@ class Manifest(Strict):
     target: TargetInfo
     drafter: DrafterInfo
     pool: PoolConfig
-    predictor: PredictorInfo
+    predictor: PredictorManifest  # shapes, fit settings and lineage, as `fit` wrote them
+    metrics: dict[str, Any]  # what the predictor reached on held-out text
     policies: list[str]  # device slugs, each a file policies/<slug>.json
     files: dict[str, FileInfo]
     provenance: Provenance
@@ -116,6 +111,14 @@ class Bundle:
     folder: Path
     manifest: Manifest
     policies: dict[str, DevicePolicy]
+
+    def predictor(self, threads: int | None = None) -> Predictor:
+        """Open `predictor.onnx` with its acceptance models; `threads` defaults to torch's. Raises UserError."""
+        import torch
+
+        session = open_session(self.folder / ONNX_FILE, threads or torch.get_num_threads())
+        check_interface(self.folder / ONNX_FILE, session, self.manifest.predictor.shapes)
+        return Predictor(session, self.manifest.predictor, AcceptanceModel.load(self.folder))
 
     def device_policy(self, slug: str) -> DevicePolicy:
         """The policy tuned for the device `slug`; raises UserError naming the ones there are."""
