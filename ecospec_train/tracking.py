@@ -1,0 +1,169 @@
+"""MLflow: one run per stage with parameters, metrics, artifacts and the run ids of the stages it was made from.
+
+The only module that imports mlflow. Runs go to `sqlite:///mlruns/mlflow.db` under the current directory unless
+MLFLOW_TRACKING_URI says otherwise. A stage leaves `tracking.json` beside its output, which the next stage turns into
+lineage tags. Whatever goes wrong in here warns once and never stops a stage.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ecospec_runtime.machine import git_commit, versions
+
+EXPERIMENT = "ecospec"
+FILE = "tracking.json"
+MAX_PARAM = 500  # characters; longer values are cut
+_warned: set[str] = set()
+
+
+def default_uri() -> str:
+    """MLFLOW_TRACKING_URI, or the SQLite file under the current directory, whose folder is created."""
+    chosen = os.environ.get("MLFLOW_TRACKING_URI")
+    if chosen:
+        return chosen
+    folder = Path.cwd() / "mlruns"
+    folder.mkdir(exist_ok=True)
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+def record_path(output: Path) -> Path:
+    """Where the run id of a stage lies: inside its output folder, or beside its output file."""
+    return output.with_suffix(".tracking.json") if output.suffix else output / FILE
+
+
+class StageRun:
+    """The handle a stage logs through; `run_id` is None when tracking is off."""
+
+    def __init__(self, stage: str, run_id: str | None = None):
+        self.stage, self.run_id = stage, run_id
+
+    def log_metrics(self, metrics: Mapping[str, Any], prefix: str = "") -> None:
+        """Log every number in a nested mapping; nesting becomes `/`."""
+        flat = dict(_numbers(metrics, prefix))
+        self._quietly(lambda mlflow: mlflow.log_metrics(flat))
+
+    def log_artifact(self, path: Path) -> None:
+        """Copy a file or a folder to the run."""
+        if path.is_dir():
+            self._quietly(lambda mlflow: mlflow.log_artifacts(str(path), artifact_path=path.name))
+        elif path.is_file():
+            self._quietly(lambda mlflow: mlflow.log_artifact(str(path)))
+
+    def register_predictor(self, onnx_file: Path, name: str) -> None:
+        """Log `predictor.onnx` as a model and register it as the next version of `name`."""
+
+        def register(mlflow: Any) -> None:
+            import onnx
+
+            requirements = [f"{p}=={v}" for p, v in versions().items() if p in ("onnxruntime", "numpy")]
+            mlflow.onnx.log_model(
+                onnx.load(onnx_file), name="predictor", registered_model_name=name, pip_requirements=requirements
+            )
+
+        self._quietly(register)
+
+    def _quietly(self, action: Callable[[Any], None]) -> None:
+        if self.run_id is not None:
+            _attempt(lambda: action(_mlflow()))
+
+
+@contextmanager
+def track(stage: str, parameters: Mapping[str, Any], output: Path, inputs: Sequence[Path] = ()) -> Iterator[StageRun]:
+    """Run a stage under an MLflow run. `inputs` are outputs of earlier stages; their run ids become lineage tags."""
+    run = StageRun(stage)
+    run.run_id = _attempt(lambda: _start(stage, parameters, inputs))
+    status = "FAILED"
+    try:
+        yield run
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        if run.run_id is not None:
+            _attempt(lambda: _mlflow().end_run(status))
+            if status == "FINISHED":
+                _attempt(lambda: _write_record(run, output))
+
+
+def upstream_runs(inputs: Sequence[Path]) -> dict[str, str]:
+    """Stage name -> run id of every input that carries a record."""
+    found: dict[str, str] = {}
+    for path in inputs:
+        record = record_path(path)
+        if record.is_file():
+            data = json.loads(record.read_text(encoding="utf-8"))
+            found[str(data["stage"])] = str(data["run_id"])
+    return found
+
+
+def _mlflow() -> Any:
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import mlflow
+        import mlflow.onnx
+    for name in ("mlflow", "alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return mlflow
+
+
+def _start(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Path]) -> str:
+    mlflow = _mlflow()
+    uri = default_uri()
+    mlflow.set_tracking_uri(uri)
+    if mlflow.get_experiment_by_name(EXPERIMENT) is None:
+        local = uri.startswith("sqlite:///")
+        place = (Path(uri.removeprefix("sqlite:///")).resolve().parent / "artifacts").as_uri() if local else None
+        mlflow.create_experiment(EXPERIMENT, artifact_location=place)
+    mlflow.set_experiment(EXPERIMENT)
+    run = mlflow.start_run(run_name=stage)
+    tags = {"stage": stage, "git_commit": git_commit() or "unknown"}
+    tags |= {f"upstream.{name}": run_id for name, run_id in upstream_runs(inputs).items()}
+    mlflow.set_tags(tags | {f"version.{name}": version for name, version in versions().items()})
+    mlflow.log_params({key: str(value)[:MAX_PARAM] for key, value in _flatten(parameters)})
+    return str(run.info.run_id)
+
+
+def _write_record(run: StageRun, output: Path) -> None:
+    path = record_path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"stage": run.stage, "run_id": run.run_id, "tracking_uri": default_uri()}, indent=2))
+
+
+def _attempt(action: Callable[[], Any]) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return action()
+    except Exception as error:  # a tracking server can fail in any way; the stage's work must survive all of them
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        if type(error).__name__ not in _warned:
+            _warned.add(type(error).__name__)
+            warnings.warn(f"MLflow tracking failed ({line}); the stage goes on without it", stacklevel=2)
+        return None
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{key}", float(value)
