@@ -48,6 +48,11 @@ def write_atomically(path: Path, data: bytes) -> None:
         ) from None
 
 
+def sha256_of(data: bytes) -> str:
+    """sha256 in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def encode_rows(rows: Sequence[TraceRow], experts: int) -> pa.Table:
     """The rows as one Arrow table of `trace_schema(experts)`. States beyond float16's range are clipped to it."""
     pools = [row.pool for row in rows]
@@ -108,24 +113,25 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Write what is pending as a shard, then list it."""
-        if not self._pending:
+        rows, prompt_ids = self._pending, self._pending_prompts
+        self._pending, self._pending_prompts = [], []  # first: an interrupted flush must not be repeated in part
+        if not rows:
             return
         buffer = pa.BufferOutputStream()
-        pq.write_table(encode_rows(self._pending, self._experts), buffer, compression="zstd", use_dictionary=False)
+        pq.write_table(encode_rows(rows, self._experts), buffer, compression="zstd", use_dictionary=False)
         data = buffer.getvalue().to_pybytes()
         name = f"shard-{self._rank:02d}-{len(self.shards):05d}.parquet"
         write_atomically(self._folder / name, data)
         self.shards.append(
             ShardRecord(
                 file=name,
-                rows=len(self._pending),
+                rows=len(rows),
                 bytes=len(data),
-                sha256=hashlib.sha256(data).hexdigest(),
-                prompt_ids=self._pending_prompts,
+                sha256=sha256_of(data),
+                prompt_ids=prompt_ids,
             )
         )
         write_atomically(self._log, json.dumps([shard.model_dump() for shard in self.shards]).encode())
-        self._pending, self._pending_prompts = [], []
 
 
 def read_progress(path: Path) -> list[ShardRecord]:
