@@ -1,0 +1,105 @@
+"""What both command lines share: one handler for users' mistakes, JSON for machines, rich output on terminals only."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from ecospec_runtime.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+USER_MISTAKE = 2
+INTERRUPTED = 130
+_DISK = {
+    errno.EACCES: "no permission; choose another place or change its permissions",
+    errno.EPERM: "no permission; choose another place or change its permissions",
+    errno.EROFS: "read-only file system; choose another place",
+    errno.ENOSPC: "no space left on the device; free some or choose another place",
+    errno.EISDIR: "is a folder; give a file",
+    errno.ENOTDIR: "a part of this path is a file, not a folder; choose another place",
+    errno.ENOENT: "no such file or folder; check the path",
+}
+
+
+def new_app(name: str, text: str) -> typer.Typer:
+    """A Typer application whose usage errors are plain text with exit code 2."""
+    return typer.Typer(
+        name=name, help=text, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    )  # fmt: skip
+
+
+def handled(function: F) -> F:
+    """Turn a user's mistake into one line on stderr and exit code 2, Ctrl-C into 130; anything else is a bug and shows."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            fail("interrupted", INTERRUPTED)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except OSError as error:
+            if error.errno not in _DISK or error.filename is None:
+                raise
+            fail(f"{error.filename}: {_DISK[error.errno]}")
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("ecospec"):
+                raise
+            fail(f"Python package '{error.name}' is missing; install it with: pip install 'ecospec[train]'")
+
+    return wrapper  # type: ignore[return-value]
+
+
+def fail(message: str, code: int = USER_MISTAKE) -> None:
+    """Print `message` as one line on stderr and leave with `code`."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    raise typer.Exit(code) from None
+
+
+def note(message: str) -> None:
+    """One line on stderr, beside the output proper."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def console() -> Console:
+    """A rich console on stdout; without a terminal it writes plain text, 160 columns wide."""
+    return Console() if sys.stdout.isatty() else Console(width=160, no_color=True, highlight=False)
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a result file that cannot be written before hours of work, not after. Raises OSError or UserError."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; give a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    existed = path.exists()
+    with path.open("a", encoding="utf-8"):
+        pass
+    if not existed:
+        path.unlink()
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write `value` as JSON, through a rename so that a reader never sees half a file. No path, no file."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    draft.replace(path)
