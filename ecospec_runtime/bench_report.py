@@ -1,0 +1,105 @@
+"""A benchmark for people: the table on a terminal, the plots for a model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ecospec_runtime.errors import UserError
+
+
+def table(report: dict[str, Any]) -> Table:
+    """One line per policy and temperature; the fastest of a temperature is marked."""
+    runs = report["runs"]
+    out = Table(title=f"{report['target']} on {report['machine']['device']}, {report['dtype']}", title_justify="left")
+    out.add_column("policy", overflow="fold")
+    for name in ("T", "tok/s", "quartiles", "vs off", "vs conf.", "accepted", "nodes", "experts", "draft", "predict",
+                 "select", "verify", "loops", "= off"):  # fmt: skip
+        out.add_column(name, justify="right", no_wrap=True)
+    for run in runs:
+        same = [r["tokens_per_second"] for r in runs if r["temperature"] == run["temperature"]]
+        low, _, high = run["tokens_per_second_quartiles"]
+        out.add_row(
+            run["label"], f"{run['temperature']:g}", f"{run['tokens_per_second']:.1f}", f"{low:.0f}-{high:.0f}",
+            _times(run["speedup_vs_off"]), _times(run["speedup_vs_confidence"]), f"{run['accept_length']:.2f}",
+            f"{run['nodes']:.1f}", f"{run['experts_per_layer']:.1f}", *(f"{run[k + '_ms']:.2f}" for k in STAGES),
+            f"{run['loop_share']:.0%}", _agrees(run), style="bold" if run["tokens_per_second"] == max(same) else None,
+        )  # fmt: skip
+    out.caption = "accepted: tokens per pass; experts: distinct per layer and pass; draft to verify: ms per pass"
+    out.caption_justify = "left"
+    return out
+
+
+STAGES = ("draft", "predict", "select", "verify")
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _agrees(run: dict[str, Any]) -> str:
+    if run["identical_to_off"] is None:
+        return "-"
+    return "yes" if run["identical_to_off"] else f"-{run['diverging_prompts']}"
+
+
+def plots(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Write `speedup.png` (bars over `off`) and `experts.png` (accept length against experts); needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plots needs matplotlib; install it with: pip install 'ecospec[train]'") from None
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_speedup(report, folder / "speedup.png"), _experts(report, folder / "experts.png")]
+
+
+def _speedup(report: dict[str, Any], path: Path) -> Path:
+    from matplotlib import pyplot as plt
+
+    temperatures = sorted({r["temperature"] for r in report["runs"]})
+    rows = max(sum(r["temperature"] == t for r in report["runs"]) for t in temperatures)
+    figure, axes = plt.subplots(1, len(temperatures), figsize=(6 * len(temperatures), 0.32 * rows + 1.4), squeeze=False)
+    for axis, temperature in zip(axes[0], temperatures, strict=True):
+        runs = [r for r in report["runs"] if r["temperature"] == temperature][::-1]
+        base = next((r["tokens_per_second"] for r in runs if r["policy"] == "off"), None)
+        values = [r["tokens_per_second"] / base if base else r["tokens_per_second"] for r in runs]
+        colors = ["#c05621" if r["policy"] not in ("off", "confidence") else "#4a7ba6" for r in runs]
+        axis.barh([r["label"] for r in runs], values, color=colors)
+        for i, value in enumerate(values):
+            axis.text(value, i, f" {value:.2f}", va="center", fontsize=8)
+        if base:
+            axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xlabel("speed-up over plain decoding" if base else "tokens per second")
+        axis.set_title(f"temperature {temperature:g}")
+        axis.tick_params(axis="y", labelsize=7)
+        axis.margins(x=0.15)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _experts(report: dict[str, Any], path: Path) -> Path:
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 4.2))
+    first = min(r["temperature"] for r in report["runs"])
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in report["runs"]:
+        if run["temperature"] == first:
+            groups.setdefault(f"{run['policy']} ({run['acceptance']})", []).append(run)
+    for name, runs in groups.items():
+        runs.sort(key=lambda r: r["experts_per_layer"])
+        x, y = [r["experts_per_layer"] for r in runs], [r["accept_length"] for r in runs]
+        axis.plot(x, y, marker="o", linestyle="-" if len(runs) > 1 else "", label=name)
+    axis.set_xlabel("distinct experts per layer and pass")
+    axis.set_ylabel("tokens per pass")
+    axis.set_title(f"what a pass reads, what it yields (temperature {first:g})", fontsize=10)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
