@@ -93,9 +93,12 @@ def fingerprint(folder: Path) -> str:
             digest.update(path.read_bytes())
         return digest.hexdigest()
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-        for name, file in sorted(((name, file) for file in files for name in file.keys()), key=lambda pair: pair[0]):
-            _hash_tensor(digest, name, file.get_tensor(name))
+        homes: dict[str, Any] = {}
+        for path in paths:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            homes.update(dict.fromkeys(file.keys(), file))
+        for name in sorted(homes):
+            _hash_tensor(digest, name, homes[name].get_tensor(name))
     return digest.hexdigest()
 
 

@@ -254,9 +254,9 @@ def _experts_modules(decoder: nn.Module, architecture: str, source: str) -> list
     """Modules whose forward takes (hidden states, expert ids, weights), in layer order."""
     found = []
     for module in decoder.modules():
-        if type(module).__name__.endswith("Experts") and hasattr(module, "num_experts"):
-            if len(inspect.signature(module.forward).parameters) >= 3:
-                found.append(module)
+        named = type(module).__name__.endswith("Experts") and hasattr(module, "num_experts")
+        if named and len(inspect.signature(module.forward).parameters) >= 3:
+            found.append(module)
     if not found:
         raise UserError(
             f"target {source}: {architecture} has no experts modules that EcoSpec can read; the target must be a "

@@ -1,0 +1,348 @@
+"""The decoding loop: draft, score, select, verify, commit.
+
+    engine = Engine.from_bundle("bundle")
+    for token in engine.generate("def fibonacci(n):"): print(token.text, end="")
+
+All state of one decode lives in a `Sequence`; the engine itself holds models and settings only, so that a batch is a list
+of sequences. Legend of shapes: n rows of a pass (root first, then the chosen nodes), F width of the drafter's features.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ecospec_runtime.cache import TargetCache
+from ecospec_runtime.config import GenerationConfig, PoolConfig
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.policies.base import Policy
+from ecospec_runtime.pool import Pool
+from ecospec_runtime.sampling import Sampler
+from ecospec_runtime.scoring import Scorer
+from ecospec_runtime.statistics import Statistics
+from ecospec_runtime.stopping import Reason, TextStream, Token
+from ecospec_runtime.target import Target
+from ecospec_runtime.verify import Walk, children_of, tree_mask, walk
+
+if TYPE_CHECKING:
+    from ecospec_runtime.bundle import Bundle
+    from ecospec_runtime.drafters.base import Drafter
+    from ecospec_runtime.policies import PolicySpec
+
+PREFILL_CHUNK = 512  # tokens of one prefill pass
+
+
+@dataclass
+class Sequence:
+    """One text being decoded. The root is chosen but not yet cached; the cache holds everything before it."""
+
+    prompt: list[int]
+    sampler: Sampler
+    text: TextStream
+    cache: TargetCache
+    root: int
+    draft_state: Any = None  # the drafter's own sequence; None when nothing is drafted
+    draft_rows: int = 0  # rows the drafter has been given
+    behind_tokens: list[int] = field(default_factory=list)  # rows it has not been given yet: tokens ...
+    behind_features: list[Tensor] = field(default_factory=list)  # ... and features [m, F]
+    seen: set[int] = field(default_factory=set)  # for the repetition penalty
+    past: int = 0  # cached tokens
+    idle: int = 0  # steps in a row for which nothing was selected
+    waited: int = 0  # steps since drafting was paused
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Stream(Iterator[Token]):
+    """Iterator over emitted tokens. `statistics` and `reason` (length, eos or stop) are final when it is exhausted."""
+
+    def __init__(self, engine: Engine, sequence: Sequence):
+        self._engine, self._sequence = engine, sequence
+        self._ready: deque[Token] = deque()
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts and timings so far."""
+        return self._sequence.statistics
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why the text ended; None while it has not."""
+        return self._sequence.text.reason
+
+    def __next__(self) -> Token:
+        sequence = self._sequence
+        while not self._ready:
+            if sequence.text.reason:
+                raise StopIteration
+            if sequence.past == 0:
+                self._engine.prefill(sequence)
+            self._ready.extend(self._engine.step(sequence))
+        return self._ready.popleft()
+
+
+class Engine:
+    """A target with what speculates for it. Not thread-safe: the target runs one pass at a time."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, scorer: Scorer | None = None, policy: Policy | None = None,
+        profile: DeviceProfile | None = None, pool: PoolConfig | None = None, *, depth: int | None = None,
+        record_routing: bool = False, reason: str = "",
+    ):  # fmt: skip
+        """`depth` cuts the pool; `policy` None is `off`; `reason` says in one line why a bundle chose the policy.
+
+        `record_routing` fills the statistics' expert counts, at the cost of a hook per MoE layer.
+        """
+        if policy is None:
+            from ecospec_runtime.policies.off import OffPolicy
+
+            policy = OffPolicy()
+        self.target, self.drafter, self.policy, self.profile = target, drafter, policy, profile
+        self.scorer = scorer or Scorer(None, "raw", target.moe_layers, target.experts)
+        self.pool = pool or PoolConfig()
+        self.depth, self.record_routing, self.reason = depth, record_routing, reason
+        self._shape = self.pool.cut(depth)
+        if policy.drafts and drafter is None:
+            raise UserError(f"policy '{policy.name}' needs a drafter; pass one, or use policy 'off'")
+        if policy.needs_routing and self.scorer.predictor is None:
+            raise UserError(f"policy '{policy.name}' needs a predictor; pass a bundle, or use 'confidence' or 'off'")
+        if profile is None and getattr(policy, "needs_profile", False):
+            raise UserError(
+                f"policy '{policy.name}' needs a device profile; run `ecospec-train profile` on this machine"
+            )
+        self._aux = drafter.aux_layers if drafter is not None and policy.drafts else ()
+
+    @classmethod
+    def from_bundle(
+        cls, bundle: str | Path | Bundle, target: str | Path | Target | None = None,
+        drafter: str | Path | Drafter | None = None, policy: str | PolicySpec = "auto", dtype: str = "auto",
+        device: str = "cpu",
+    ) -> Engine:  # fmt: skip
+        """Load a bundle with its target and drafter (by default the ones it names) and check that they belong together.
+
+        `policy` "auto" is what was tuned for this device. Raises UserError naming what is missing or does not fit.
+        """
+        from ecospec_runtime.bundle import check_drafter, check_target, load_bundle
+        from ecospec_runtime.drafters import load_drafter
+        from ecospec_runtime.machine import device_name, device_slug
+        from ecospec_runtime.policies import PolicySpec, parse_policy
+
+        if isinstance(bundle, str | Path):
+            bundle = load_bundle(bundle)
+        if not isinstance(target, Target):
+            target = Target.from_pretrained(target or bundle.manifest.target.id, dtype, device)
+        check_target(bundle, target)
+        if drafter is None or isinstance(drafter, str | Path):
+            drafter = load_drafter(drafter or bundle.manifest.drafter.id, target, dtype)
+        check_drafter(bundle, drafter)
+        slug = device_slug(device_name(device), str(target.dtype).removeprefix("torch."), torch.get_num_threads())
+        if policy == "auto":
+            tuned = bundle.device_policy(slug)
+            spec = PolicySpec.model_validate(
+                {
+                    "name": tuned.policy,
+                    "parameters": tuned.parameters,
+                    "acceptance": tuned.acceptance,
+                    "depth": tuned.depth,
+                }
+            )
+            profile, reason = tuned.profile, tuned.reason
+        else:
+            spec = parse_policy(policy) if isinstance(policy, str) else policy
+            profile = bundle.policies[slug].profile if slug in bundle.policies else None
+            reason = "named by the caller"
+        scorer = Scorer(bundle.predictor(), "raw", target.moe_layers, target.experts)
+        base = cls(target, drafter, scorer, None, profile, bundle.manifest.pool)
+        return base.with_policy(spec, reason)
+
+    def with_policy(self, policy: str | PolicySpec, reason: str = "") -> Engine:
+        """An engine that shares this one's models and profile and follows another policy, e.g. "confidence:budget=4"."""
+        from ecospec_runtime.policies import build_policy, parse_policy
+
+        spec = parse_policy(policy) if isinstance(policy, str) else policy
+        predictor = self.scorer.predictor
+        kind = spec.acceptance_kind(predictor.acceptance.best if predictor is not None else "raw")
+        scorer = Scorer(predictor, kind, self.target.moe_layers, self.target.experts)
+        return Engine(
+            self.target, self.drafter, scorer, build_policy(spec), self.profile, self.pool, depth=spec.depth,
+            record_routing=self.record_routing, reason=reason,
+        )  # fmt: skip
+
+    def generate(self, prompt: str | list[int], config: GenerationConfig | None = None) -> Stream:
+        """Decode after `prompt` (text, or token ids). Returns at once; passes run as the stream is consumed."""
+        config = config or GenerationConfig()
+        ids = self._encode(prompt)
+        eos = config.eos_token_id
+        ends = self.target.eos_token_ids() if eos is None else (eos,) if isinstance(eos, int) else eos
+        sampler = Sampler(config)
+        sequence = Sequence(
+            prompt=ids, sampler=sampler, root=ids[-1], cache=self.target.new_cache(),
+            text=TextStream(self.target.tokenizer, ids, config.max_new_tokens, ends, config.stop_strings),
+            draft_state=self.drafter.start() if self.drafter is not None and self.policy.drafts else None,
+            seen=set(ids) if sampler.penalises else set(), statistics=Statistics(prompt_tokens=len(ids)),
+        )  # fmt: skip
+        return Stream(self, sequence)
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        tokenizer = self.target.tokenizer
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids and tokenizer.bos_token_id is not None:
+            ids = [tokenizer.bos_token_id]
+        if not ids:
+            raise UserError("the prompt is empty and the tokenizer has no begin-of-text token; give at least one token")
+        if not 0 <= min(ids) <= max(ids) < self.target.vocab_size:
+            raise UserError(f"the prompt holds token ids outside 0..{self.target.vocab_size - 1} of this target")
+        longest = getattr(self.target.config, "max_position_embeddings", None)
+        if longest and len(ids) > longest:
+            raise UserError(f"the prompt has {len(ids)} tokens, this target takes {longest}; shorten it")
+        return ids
+
+    def prefill(self, sequence: Sequence) -> None:
+        """Cache the prompt up to its last token, which is the first root; the drafter follows along."""
+        started = perf_counter()
+        prompt, device = sequence.prompt, self.target.device
+        for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
+            end = min(start + PREFILL_CHUNK, len(prompt) - 1)
+            output = self.target.forward(
+                torch.tensor(prompt[start:end], device=device), torch.arange(start, end, device=device), None,
+                sequence.cache, aux_layers=self._aux, logits=False,
+            )  # fmt: skip
+            sequence.past = end
+            if sequence.draft_state is not None:
+                self._remember(sequence, prompt[start + 1 : end + 1], output.aux)
+                self._catch_up(sequence)
+        sequence.statistics.prefill_seconds += perf_counter() - started
+
+    def step(self, sequence: Sequence) -> list[Token]:
+        """One pass: advance the sequence by at least one token. Returns the tokens that became certain."""
+        started = perf_counter()
+        statistics = sequence.statistics
+        tokens, parents = self._propose(sequence) if self._drafts_now(sequence) else ([], [])
+        drafted = perf_counter()
+        outcome = self._verify(sequence, tokens, parents)
+        sequence.root = outcome.tokens[-1]
+        statistics.passes += 1
+        statistics.verified += len(tokens)
+        statistics.accepted += len(outcome.rows) - 1
+        emitted = self._emit(sequence, outcome)
+        finished = perf_counter()
+        statistics.verify_seconds += finished - drafted
+        statistics.seconds += finished - started
+        return emitted
+
+    def _drafts_now(self, sequence: Sequence) -> bool:
+        """Whether the drafter runs for this pass. A policy may pause it (`pause_after`) and probe (`probe_every`)."""
+        if sequence.draft_state is None or sequence.text.room < 2:
+            return False
+        if not sequence.draft_rows and not sequence.behind_tokens:
+            return False  # a one-token prompt: the drafter knows nothing yet
+        patience = getattr(self.policy, "pause_after", None)
+        if patience is None or sequence.idle < patience:
+            return True
+        sequence.waited += 1
+        if sequence.waited < getattr(self.policy, "probe_every", 1):
+            return False
+        sequence.waited = 0
+        return True
+
+    def _propose(self, sequence: Sequence) -> tuple[list[int], list[int]]:
+        """Draft, score and select: tokens of the chosen nodes and the row of each one's parent."""
+        assert self.drafter is not None
+        statistics = sequence.statistics
+        start = perf_counter()
+        self._catch_up(sequence)
+        pool = self.drafter.expand(sequence.draft_state, sequence.root, self._shape, self.scorer.temperatures)
+        drafted = perf_counter()
+        candidates = self.scorer.score(pool, self._embed, self.policy.needs_routing)
+        scored = perf_counter()
+        chosen = self.policy.select(candidates, self.profile, sequence.past)  # type: ignore[arg-type]
+        tokens, parents = self._checked(pool, chosen)
+        statistics.drafts += 1
+        statistics.draft_seconds += drafted - start
+        statistics.predict_seconds += scored - drafted
+        statistics.select_seconds += perf_counter() - scored
+        sequence.idle = 0 if chosen else sequence.idle + 1
+        return tokens, parents
+
+    def _checked(self, pool: Pool, chosen: list[int]) -> tuple[list[int], list[int]]:
+        """Tokens and parent rows of the chosen nodes. ValueError if the set is not closed, or not of this pool."""
+        all_tokens, all_parents = pool.tokens.tolist(), pool.parents.tolist()
+        row_of = {-1: 0}
+        tokens, parents = [], []
+        for node in sorted(chosen):
+            if node >= len(all_tokens) or node in row_of or all_parents[node] not in row_of:
+                raise ValueError(f"policy '{self.policy.name}' chose an invalid tree: node {node} of {sorted(chosen)}")
+            row_of[node] = len(row_of)
+            tokens.append(all_tokens[node])
+            parents.append(row_of[all_parents[node]])
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.target.vocab_size:
+            raise ValueError(f"the drafter proposed token ids outside 0..{self.target.vocab_size - 1}")
+        return tokens, parents
+
+    def _verify(self, sequence: Sequence, tokens: list[int], parents: list[int]) -> Walk:
+        """Run the target over root and chosen nodes, walk, commit the accepted path, remember its features."""
+        past, device = sequence.past, self.target.device
+        mask: Tensor | None = None
+        depths = [0]
+        if tokens:
+            mask = tree_mask(parents, past).to(device)
+            for parent in parents:
+                depths.append(depths[parent] + 1)
+        output = self.target.forward(
+            torch.tensor([sequence.root, *tokens], device=device), torch.tensor(depths, device=device) + past, mask,
+            sequence.cache, aux_layers=self._aux, routing=self.record_routing,
+        )  # fmt: skip
+        assert output.logits is not None
+        children = children_of(tokens, parents)
+        logprobs = sequence.sampler.config.logprobs
+        outcome = walk(output.logits, children, sequence.sampler, past + 1, sequence.seen, logprobs)
+        if tokens:
+            self.target.commit(sequence.cache, past, outcome.rows)
+        sequence.past = past + len(outcome.rows)
+        if sequence.draft_state is not None:
+            aux = output.aux
+            if aux is not None and len(outcome.rows) != len(aux):
+                aux = aux[outcome.rows]
+            self._remember(sequence, outcome.tokens, aux)
+        if self.record_routing:
+            sequence.statistics.recorded.append(output.routing_layers)
+        return outcome
+
+    def _emit(self, sequence: Sequence, outcome: Walk) -> list[Token]:
+        """Pass the chosen tokens through the stop rules; those past the end are forgotten."""
+        ready: list[Token] = []
+        for i, token in enumerate(outcome.tokens):
+            ready += sequence.text.push(token, outcome.logprobs[i] if outcome.logprobs else None)
+            if sequence.text.reason:
+                break
+        sequence.statistics.tokens += len(ready)
+        return ready
+
+    def _remember(self, sequence: Sequence, tokens: list[int], aux: Tensor | None) -> None:
+        """Queue rows (feature at position i, token at i + 1) for the drafter, which may be paused."""
+        sequence.behind_tokens += tokens
+        sequence.behind_features.append(torch.zeros(len(tokens), 0) if aux is None else aux)
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Give the drafter the rows it is behind."""
+        if not sequence.behind_tokens:
+            return
+        assert self.drafter is not None
+        features = sequence.behind_features
+        self.drafter.extend(
+            sequence.draft_state, torch.tensor(sequence.behind_tokens, device=self.target.device),
+            features[0] if len(features) == 1 else torch.cat(features),
+        )  # fmt: skip
+        sequence.draft_rows += len(sequence.behind_tokens)
+        sequence.behind_tokens, sequence.behind_features = [], []
+
+    def _embed(self, tokens: Any) -> Any:
+        """Target embeddings of token ids as float32 numpy `[n, H]`."""
+        return self.target.embed(tokens).float().numpy(force=True)
