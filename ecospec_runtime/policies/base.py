@@ -1,19 +1,40 @@
-"""The policy protocol. A new policy is one file in this folder plus its line in `policies/__init__.py`."""
+"""The policy protocol and what all policies share: clean probabilities, expert cost under a finite buffer.
+
+A new policy is one file in this folder plus its line in `policies/__init__.py`. Legend: n nodes of the pool.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Candidates
 
 
 class Policy(Protocol):
-    """Turns candidates into a verification set. Deterministic; sees nothing of the target's draw."""
+    """Turns candidates into a verification set. Deterministic; sees nothing of the target's draw.
 
-    name: str
-    drafts: bool  # False: plain decoding, the drafter is not run
-    needs_routing: bool  # False: the engine may skip the routing half of the predictor
+    Seam for adaptive drafting: a policy may also carry `pause_after` (plain steps in a row after which drafting may
+    stop) and `probe_every` (steps between probes while it is stopped); whoever decodes reads them with `getattr`.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in `POLICIES`."""
+        ...
+
+    @property
+    def drafts(self) -> bool:
+        """False: plain decoding, the drafter is not run."""
+        ...
+
+    @property
+    def needs_routing(self) -> bool:
+        """False: the engine may skip the routing half of the predictor."""
+        ...
 
     def select(self, candidates: Candidates, profile: DeviceProfile, context: int) -> list[int]:
         """Indices of the chosen nodes, ascending and ancestor-closed; an empty list is a plain step.
@@ -25,3 +46,53 @@ class Policy(Protocol):
     def parameters(self) -> dict[str, Any]:
         """The parameters that rebuild this policy: JSON-compatible."""
         ...
+
+
+def reach_probabilities(candidates: Candidates, parents: list[int]) -> list[float]:
+    """V of each node, `[n]`, made safe: in [0, 1], never above the parent's.
+
+    A NaN, infinite or negative value says nothing about the node and counts as 0. Because no child exceeds its parent,
+    ordering by falling value (ties by index, parents first) is ancestor-closed.
+    """
+    values: list[float] = candidates.reach.tolist()
+    for i, parent in enumerate(parents):
+        value = values[i]
+        if not 0.0 <= value < math.inf:  # NaN fails every comparison
+            value = 0.0
+        values[i] = min(value, values[parent] if parent >= 0 else 1.0)
+    return values
+
+
+def require_masks(candidates: Candidates, policy: str) -> list[int]:
+    """Predicted expert sets, `[n]`; UserError when nothing was predicted, because cost would read as zero."""
+    if len(candidates.masks) != len(candidates):
+        raise UserError(
+            f"policy '{policy}' weighs experts but no routing was predicted: load a predictor or use 'confidence'"
+        )
+    return candidates.masks
+
+
+@dataclass(frozen=True)
+class ExpertBuffer:
+    """How many expert reads a set of (layer, expert) pairs costs: its size, plus `penalty` per overflow.
+
+    A layer that holds more than `capacity` experts overflows by the difference; each overflow costs `penalty` further
+    reads (an expert evicted and read again); a very large `penalty` amounts to a ban.
+    """
+
+    capacity: int
+    penalty: float
+    layers: int
+    experts: int
+
+    def cost(self, union: int) -> float:
+        """Reads for the bit set `union` (bit `layer * experts + expert`)."""
+        reads = union.bit_count()
+        if reads <= self.capacity:
+            return reads
+        layer_bits = (1 << self.experts) - 1
+        overflow = 0
+        while union:
+            overflow += max(0, (union & layer_bits).bit_count() - self.capacity)
+            union >>= self.experts
+        return reads + self.penalty * overflow if overflow else reads

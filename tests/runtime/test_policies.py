@@ -1,0 +1,261 @@
+"""Selection: closed whatever the input, within budget, faithful to its rule, and near the exact optimum."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.policies import POLICIES, PolicySpec, build_policy, parse_policies, parse_policy
+from ecospec_runtime.pool import Candidates, Pool, is_closed, pack_masks, path_products
+
+PLAIN_MS = 1.0
+
+
+def make_profile(expert_ms: float = 0.02, token_ms: float = 0.01) -> DeviceProfile:
+    return DeviceProfile(
+        device="test", slug="test", dtype="float32", threads=1, versions={}, fixed_ms=0.4, per_token_ms=token_ms,
+        per_expert_ms=expert_ms, heldout_error=0.0, plain_ms=PLAIN_MS, expert_share=0.5,
+    )  # fmt: skip
+
+
+def make_candidates(
+    parents: list[int], acceptance: list[float], masks: list[int], root_mask: int, layers: int, experts: int
+) -> Candidates:
+    n, links = len(parents), np.array(parents, np.int64)
+    depths = np.ones(n, np.int64)
+    for i, parent in enumerate(parents):
+        depths[i] = 1 if parent < 0 else depths[parent] + 1
+    zeros = np.zeros(n, np.int64)
+    accept = np.array(acceptance, np.float32)
+    pool = Pool(
+        tokens=np.arange(n), parents=links, depths=depths, ranks=zeros, log_probs=np.zeros(n, np.float32), state_rows=zeros,
+        states=np.zeros((1, 1), np.float32), entropies=np.zeros(1, np.float32), root_token=0,
+    )  # fmt: skip
+    with np.errstate(all="ignore"):
+        reach = path_products(accept, links)
+    return Candidates(pool, accept, reach, masks, root_mask, layers, experts)
+
+
+def random_candidates(
+    rng: np.random.Generator, n: int, layers: int = 4, experts: int = 16, top_k: int = 2, likeness: float = 0.5
+) -> Candidates:
+    """A random tree whose nodes share part of their routing, with peaked acceptance."""
+    parents = [int(rng.integers(-1, i)) if i else -1 for i in range(n)]
+    acceptance = rng.beta(0.7, 0.9, n).tolist()
+    scores = rng.gumbel(size=(n + 1, layers, experts)) + likeness * 4 * rng.normal(size=(layers, experts))
+    masks = pack_masks(np.argsort(-scores, axis=-1)[..., :top_k], experts)
+    return make_candidates(parents, acceptance, masks[1:], masks[0], layers, experts)
+
+
+def worth(candidates: Candidates, chosen: list[int], price: float, profile: DeviceProfile) -> float:
+    """The objective of `throughput` beyond the empty set: sum V - price * added pass time."""
+    union = candidates.root_mask
+    for i in chosen:
+        union |= candidates.masks[i]
+    added = profile.pass_ms(1 + len(chosen), union.bit_count()) - profile.pass_ms(1, candidates.root_mask.bit_count())
+    return float(candidates.reach[chosen].sum()) - price * added
+
+
+def exhaustive(candidates: Candidates, price: float, profile: DeviceProfile) -> float:
+    """The best worth over every closed set: each node joins each set that holds its parent."""
+    sets: list[tuple[float, int, int]] = [(0.0, 0, candidates.root_mask)]  # (worth without experts, members, union)
+    for i, parent in enumerate(candidates.pool.parents.tolist()):
+        gain = float(candidates.reach[i]) - price * profile.per_token_ms
+        sets += [(w + gain, m | 1 << i, u | candidates.masks[i]) for w, m, u in sets if parent < 0 or m >> parent & 1]
+    paid = candidates.root_mask.bit_count()
+    return max(w - price * profile.per_expert_ms * (u.bit_count() - paid) for w, _, u in sets)
+
+
+def minimum_cut(candidates: Candidates, price: float, profile: DeviceProfile) -> list[int]:
+    """The exact optimum as a maximum closure: nodes need their parent and their experts."""
+    n, scale = len(candidates), 10**7
+    needed = [mask & ~candidates.root_mask for mask in candidates.masks]
+    bits = sorted({b for mask in needed for b in range(mask.bit_length()) if mask >> b & 1})
+    source, sink = n + len(bits), n + len(bits) + 1
+    edges: list[tuple[int, int, int]] = []
+    for i, parent in enumerate(candidates.pool.parents.tolist()):
+        gain = int(scale * (float(candidates.reach[i]) - price * profile.per_token_ms))
+        edges.append((source, i, gain) if gain > 0 else (i, sink, -gain))
+        edges += [(i, parent, 2**30)] if parent >= 0 else []
+        edges += [(i, n + j, 2**30) for j, b in enumerate(bits) if needed[i] >> b & 1]
+    edges += [(n + j, sink, int(scale * price * profile.per_expert_ms)) for j in range(len(bits))]
+    rows, columns, weights = np.array(edges, np.int32).T
+    graph = csr_array((weights, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
+    left = graph - maximum_flow(graph, source, sink).flow
+    left.data = np.maximum(left.data, 0)
+    left.eliminate_zeros()
+    return sorted(i for i in breadth_first_order(left, source, return_predecessors=False).tolist() if i < n)
+
+
+ODD = st.one_of(st.floats(0, 1), st.sampled_from([math.nan, math.inf, -math.inf, -0.5, 0.0, 1.0, 7.0, 1e-45, 3e38]))
+
+
+@st.composite
+def odd_candidates(draw: st.DrawFn) -> Candidates:
+    """Any tree with acceptance values that no good model gives, and any predicted experts, also none."""
+    n = draw(st.integers(0, 20))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(n)]
+    acceptance = [draw(ODD) for _ in range(n)]
+    masks = [draw(st.integers(0, 2**24 - 1)) for _ in range(n + 1)]
+    return make_candidates(parents, acceptance, masks[1:], masks[0], layers=3, experts=8)
+
+
+SPECS = parse_policies(
+    "off,confidence:budget=1,confidence:budget=5,ratio:budget=3,ratio:budget=9,epsilon=1e-6,ratio:budget=9,capacity=3,"
+    "throughput,throughput:price=0,throughput:price=3,budget=2,throughput:capacity=3,penalty=5,throughput:budget=1"
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(odd_candidates(), st.sampled_from(SPECS), st.sampled_from([0.0, 0.02, 1.0]))
+def test_every_policy_chooses_a_closed_set_within_budget(candidates: Candidates, spec: PolicySpec, cost: float) -> None:
+    policy, profile = build_policy(spec), make_profile(cost, cost / 2)
+    chosen = policy.select(candidates, profile, context=5)
+    assert chosen == sorted(set(chosen))
+    assert all(type(i) is int and 0 <= i < len(candidates) for i in chosen)
+    assert is_closed(chosen, candidates.pool.parents)
+    assert len(chosen) <= (policy.parameters().get("budget") or len(candidates))
+    assert chosen == policy.select(candidates, profile, context=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(odd_candidates(), st.integers(1, 25))
+def test_fixed_budgets_are_used_up(candidates: Candidates, budget: int) -> None:
+    for name in ("confidence", "ratio"):
+        policy = build_policy(PolicySpec(name=name, parameters={"budget": budget}))
+        assert len(policy.select(candidates, make_profile(), 0)) == min(budget, len(candidates))
+
+
+def test_confidence_takes_the_most_probable_and_breaks_ties_by_index() -> None:
+    candidates = make_candidates([-1, -1, 0, 0, 1, -1], [0.5, 0.3, 1.0, 0.5, 0.9, 0.25], [0] * 6, 0, 1, 4)
+    chosen = {m: parse_and_select(f"confidence:budget={m}", candidates) for m in (1, 2, 3, 4, 5)}
+    assert chosen == {1: [0], 2: [0, 2], 3: [0, 1, 2], 4: [0, 1, 2, 4], 5: [0, 1, 2, 3, 4]}
+
+
+def test_ratio_follows_the_published_score() -> None:
+    # Node 0 is likelier but needs two new experts; node 1 needs none. Under node 1 hangs what node 0 would also need.
+    candidates = make_candidates([-1, -1, 1, 0], [0.6, 0.4, 0.5, 0.9], [0b1100, 0b0001, 0b1100, 0b110000], 0b0001, 1, 8)
+    assert parse_and_select("ratio:budget=1,epsilon=1", candidates) == [1]  # 0.4/1 against 0.6/3
+    assert parse_and_select("ratio:budget=2,epsilon=1", candidates) == [0, 1]  # 0.6/3 against 0.2/3
+    assert parse_and_select("ratio:budget=3,epsilon=1", candidates) == [0, 1, 2]  # 0.2/1 (now covered) against 0.54/3
+    assert parse_and_select("ratio:budget=1,epsilon=100", candidates) == [0]  # a large epsilon forgets the cost
+
+
+def test_capacity_makes_an_overflowing_layer_dearer() -> None:
+    candidates = make_candidates([-1, -1], [0.6, 0.5], [0b0110, 0b1000_0000], 0b0001_0001, layers=2, experts=4)
+    assert parse_and_select("ratio:budget=1,epsilon=0.1", candidates) == [1]
+    dear = make_candidates([-1, -1], [0.6, 0.5], [0b0010, 0b0110_0000], 0b0001_0001, layers=2, experts=4)
+    assert parse_and_select("ratio:budget=1,epsilon=5", dear) == [0]
+    assert parse_and_select("ratio:budget=1,epsilon=5,capacity=1", dear) == [0]
+    tight = make_candidates([-1, -1], [0.6, 0.55], [0b0110, 0b0010_0010], 0b0001_0001, layers=2, experts=4)
+    assert parse_and_select("ratio:budget=1,epsilon=1", tight) == [0]
+    assert parse_and_select("ratio:budget=1,epsilon=1,capacity=2,penalty=9", tight) == [1]  # node 0 overflows layer 0
+    assert parse_and_select("throughput:price=5", tight) == [0, 1]
+    assert parse_and_select("throughput:price=5,capacity=2,penalty=9", tight) == [1]
+
+
+def test_two_nodes_that_pay_only_together_are_taken() -> None:
+    shared = 0b111111
+    candidates = make_candidates([-1, -1], [0.5, 0.45], [shared, shared], 0, 1, 8)
+    profile = make_profile(expert_ms=0.1, token_ms=0.0)
+    one = PolicySpec(name="throughput", parameters={"price": 1.0})
+    assert build_policy(one).select(candidates, profile, 0) == [0, 1]  # 0.95 for 0.6, though neither pays 0.6 alone
+    assert build_policy(one.model_copy(update={"parameters": {"price": 1.6}})).select(candidates, profile, 0) == []
+
+
+@pytest.mark.parametrize("sizes", [(4, 16, 2), (2, 8, 1), (7, 48, 4)])
+def test_throughput_is_close_to_the_exhaustive_optimum(sizes: tuple[int, int, int]) -> None:
+    rng = np.random.default_rng(7)
+    gaps = []
+    for _ in range(100):
+        candidates = random_candidates(rng, int(rng.integers(2, 15)), *sizes, likeness=float(rng.uniform(0, 1)))
+        price, profile = (
+            float(rng.uniform(0.3, 3.0)),
+            make_profile(float(rng.choice([0.3, 1.0, 3.0])) / (sizes[0] * sizes[2])),
+        )
+        best = exhaustive(candidates, price, profile)
+        chosen = build_policy(PolicySpec(name="throughput", parameters={"price": price})).select(candidates, profile, 0)
+        found = worth(candidates, chosen, price, profile)
+        assert found <= best + 1e-6
+        if best > 1e-3:
+            assert chosen, "wrongly empty"
+            gaps.append((best - found) / (1.0 + best))
+    print(f"gap to the exhaustive optimum: mean {np.mean(gaps):.5f}, worst {np.max(gaps):.5f} over {len(gaps)} pools")
+    assert len(gaps) > 40
+    assert np.mean(gaps) <= 0.001
+    assert np.max(gaps) <= 0.02
+
+
+def test_throughput_is_close_to_the_minimum_cut_on_full_pools() -> None:
+    rng = np.random.default_rng(8)
+    gaps = []
+    for _ in range(25):
+        candidates = random_candidates(rng, 48, layers=7, experts=48, top_k=4, likeness=float(rng.uniform(0, 1)))
+        price, profile = float(rng.uniform(0.5, 2.5)), make_profile(float(rng.choice([0.005, 0.02])))
+        best = worth(candidates, minimum_cut(candidates, price, profile), price, profile)
+        chosen = build_policy(PolicySpec(name="throughput", parameters={"price": price})).select(candidates, profile, 0)
+        gaps.append((best - worth(candidates, chosen, price, profile)) / (1.0 + best))
+    print(f"gap to the minimum cut: mean {np.mean(gaps):.5f}, worst {np.max(gaps):.5f}")
+    assert min(gaps) > -1e-4
+    assert np.mean(gaps) <= 0.001
+    assert np.max(gaps) <= 0.02
+
+
+def test_throughput_beats_the_others_on_its_own_objective() -> None:
+    rng = np.random.default_rng(9)
+    for _ in range(40):
+        candidates, profile, price = random_candidates(rng, 30), make_profile(), 1.2
+        own = build_policy(PolicySpec(name="throughput", parameters={"price": price})).select(candidates, profile, 0)
+        for text in ("off", *(f"{name}:budget={m}" for name in ("confidence", "ratio") for m in (1, 2, 4, 8, 16))):
+            other = worth(candidates, parse_and_select(text, candidates, profile), price, profile)
+            assert worth(candidates, own, price, profile) >= other - 1e-6, text
+
+
+def test_without_predicted_routing_cost_aware_policies_refuse() -> None:
+    blind = make_candidates([-1], [0.5], [], 0, 1, 4)
+    assert parse_and_select("confidence", blind) == [0]
+    for name in ("ratio", "throughput"):
+        with pytest.raises(UserError, match=f"{name}.*predictor"):
+            parse_and_select(name, blind)
+
+
+def test_text_form_reads_back() -> None:
+    for text in (
+        "off",
+        "confidence:budget=4,acceptance=raw,depth=4",
+        "throughput:price=0.125,capacity=9,acceptance=head",
+    ):
+        spec = parse_policy(text)
+        assert parse_policy(str(spec)) == spec
+        assert build_policy(spec).parameters().items() >= spec.parameters.items()
+    assert [s.name for s in parse_policies("off,confidence:budget=4,acceptance=raw, ratio,throughput")] == list(
+        POLICIES
+    )
+    assert parse_policy("ratio").acceptance_kind("head") == "head"
+    assert parse_policy("confidence").acceptance_kind("head") == "raw"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("topk", "off, confidence, ratio, throughput"), ("ratio:budgets=3", "budget, epsilon"), ("ratio:budget=0", "budget"),
+        ("ratio:budget", "key=value"), ("ratio:acceptance=best", "logistic"), ("ratio:depth=0", "depth"),
+        ("confidence:budget=x", "budget"), ("throughput:price=nan", "price"), ("ratio:budget=1,budget=2", "twice"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(text: str, named: str) -> None:
+    with pytest.raises(UserError, match=named) as error:
+        parse_policy(text)
+    assert "\n" not in str(error.value)
+
+
+def parse_and_select(text: str, candidates: Candidates, profile: DeviceProfile | None = None) -> list[int]:
+    return build_policy(parse_policy(text)).select(candidates, profile or make_profile(), 0)
