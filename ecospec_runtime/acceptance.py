@@ -1,0 +1,141 @@
+"""Acceptance probability of every pool node, given that its parent was accepted.
+
+Four kinds, in rising order of power (DESIGN section 3): `raw` is the drafter's own p; `temperature` re-reads the drafter's
+logits at one fitted temperature; `logistic` is linear in log p, rank, depth and entropy; `head` is the predictor's learned
+head, whose siblings share a softmax with "none of these" (logit 0) and so sum to at most 1. Numpy only: it runs in the
+decoding loop. What was fitted lives in a predictor folder's `acceptance.json`.
+
+Legend: n nodes, s drafter states, t temperatures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.pool import Floats, Ints, Pool
+
+AcceptanceKind = Literal["raw", "temperature", "logistic", "head"]
+KINDS: tuple[AcceptanceKind, ...] = get_args(AcceptanceKind)
+TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.25)
+LOG_P_FLOOR = -20.0  # nats; a drafter may report -inf for a token it rules out
+LOGIT_BOUND = 30.0  # exp() of it is exact enough in float64 and far from overflow
+FILE = "acceptance.json"
+
+
+class LogisticWeights(BaseModel):
+    """Logit of acceptance = bias + log_p * x0 + rank * x1 + depth * x2 + entropy * x3, over `node_scalars`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    log_p: float = 1.0
+    rank: float = 0.0
+    depth: float = 0.0
+    entropy: float = 0.0
+    bias: float = 0.0
+
+    def vector(self) -> NDArray[np.float32]:
+        """The four weights in the order of `node_scalars`."""
+        return np.array([self.log_p, self.rank, self.depth, self.entropy], np.float32)
+
+
+class AcceptanceModel(BaseModel):
+    """Contents of `acceptance.json`: every fitted kind, and which did best on held-out text."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    schema_version: Literal[1] = 1
+    best: AcceptanceKind
+    temperature: float = Field(gt=0)  # tau of kind `temperature`, a member of TEMPERATURES
+    logistic: LogisticWeights
+    log_loss: dict[str, float] = Field(default_factory=dict)  # held-out log loss in nats per kind
+
+    @classmethod
+    def load(cls, folder: Path) -> AcceptanceModel:
+        """Read `acceptance.json` of a predictor folder; UserError if it is missing or malformed."""
+        path = Path(folder) / FILE
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); run `ecospec-train fit` again") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"])) or "file"
+            raise UserError(f"{path}: {key}: {first['msg']}; run `ecospec-train fit` again") from error
+
+
+def node_scalars(pool: Pool) -> Floats:
+    """Scalars of root and nodes `[1 + n, 4]`: log_prob, rank, depth, entropy of the proposing state; the root's first.
+
+    Non-finite values become finite: log p is floored at `LOG_P_FLOOR`, an unknown entropy is 0.
+    """
+    n = len(pool)
+    out = np.zeros((n + 1, 4), np.float32)
+    out[1:, 0] = pool.log_probs
+    out[1:, 1] = pool.ranks
+    out[1:, 2] = pool.depths
+    out[0, 3] = pool.entropies[0] if len(pool.entropies) else 0.0
+    out[1:, 3] = pool.entropies[pool.state_rows]
+    return clean_scalars(out)
+
+
+def clean_scalars(scalars_n4: Floats) -> Floats:
+    """Make scalars finite, in place: see `node_scalars`."""
+    np.nan_to_num(scalars_n4, copy=False, nan=0.0, posinf=0.0, neginf=LOG_P_FLOOR)
+    np.maximum(scalars_n4[:, 0], LOG_P_FLOOR, out=scalars_n4[:, 0])
+    return scalars_n4
+
+
+def raw(log_probs: Floats) -> Floats:
+    """The drafter's own probability `[n]`, in [0, 1]; an undefined one is 0."""
+    with np.errstate(over="ignore"):
+        return np.nan_to_num(np.exp(np.minimum(log_probs, 0.0)), nan=0.0).astype(np.float32)
+
+
+def at_temperature(log_probs: Floats, log_normalizers: Floats, temperature: float) -> Floats:
+    """Drafter probability at a temperature `[n]`, from log p at temperature 1 and the normalizer of its state `[n]`."""
+    return np.exp(np.minimum(log_probs / np.float32(temperature) - log_normalizers, 0.0))
+
+
+def logistic(scalars_n4: Floats, weights: LogisticWeights) -> Floats:
+    """Logistic acceptance `[n]` from node scalars (root row left out)."""
+    logits = np.clip(scalars_n4 @ weights.vector() + np.float32(weights.bias), -LOGIT_BOUND, LOGIT_BOUND)
+    return (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
+
+
+def sibling_softmax(logits: Floats, parents: Ints) -> Floats:
+    """Softmax over the children of each parent and "none of these" (logit 0): `[n]`; siblings sum to at most 1.
+
+    `parents` may be any non-negative group ids plus one: -1 is the root. A NaN logit stays NaN and its siblings ignore it.
+    """
+    weights = np.exp(np.clip(logits.astype(np.float64), -LOGIT_BOUND, LOGIT_BOUND))
+    totals = np.bincount(parents + 1, np.nan_to_num(weights, nan=0.0))
+    return (weights / (1.0 + totals[parents + 1])).astype(np.float32)
+
+
+def acceptance(pool: Pool, kind: AcceptanceKind, model: AcceptanceModel | None, logits: Floats | None = None) -> Floats:
+    """Acceptance of every node `[n]`, in [0, 1].
+
+    `logits` `[n]` are the predictor's acceptance logits, for kind `head`. A non-finite estimate counts as unknown: the
+    drafter's own probability stands in.
+    """
+    own = raw(pool.log_probs)
+    if kind == "raw" or len(pool) == 0:
+        return own
+    if kind == "head":
+        assert logits is not None
+        estimate = sibling_softmax(np.where(np.isfinite(logits), logits, np.nan), pool.parents)
+    else:
+        assert model is not None
+        if kind == "logistic":
+            estimate = logistic(node_scalars(pool)[1:], model.logistic)
+        else:
+            column = pool.temperatures.index(model.temperature)
+            normalizers = pool.log_normalizers[pool.state_rows, column]
+            estimate = at_temperature(pool.log_probs, normalizers, model.temperature)
+    return np.clip(np.where(np.isfinite(estimate), estimate, own), 0.0, 1.0).astype(np.float32)

@@ -1,0 +1,164 @@
+"""Judge a predictor on held-out prompts through the very session that decoding will use.
+
+Legend: N rows (roots and nodes), L MoE layers, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecospec_runtime import acceptance
+from ecospec_runtime.acceptance import AcceptanceModel
+from ecospec_runtime.pool import Floats, pack_masks, path_products
+from ecospec_runtime.predictor import Prediction, Predictor, PredictorShapes, predicted_masks
+from ecospec_train.baselines import RoutingTable, distinct_tokens, hits, top_ids
+from ecospec_train.calibrate import calibration_error, log_loss
+from ecospec_train.predictor_data import NodeTable, NodeTables, positions_of
+
+CHUNK_POSITIONS = 32
+SET_SIZES = (4, 8)
+
+
+def routing_table(tables: NodeTables, fit: set[int], heldout: set[int], shapes: PredictorShapes) -> RoutingTable:
+    """Count the fit prompts' routing for the tokens of the held-out ones."""
+    tokens = distinct_tokens(t.tokens[t.rows_of(positions_of(t, heldout))] for t in tables)
+    counts = RoutingTable(tokens, shapes.layers, shapes.experts)
+    for table in tables:
+        rows = table.rows_of(positions_of(table, fit))
+        counts.add(table.tokens[rows], table.routing[rows])
+    return counts
+
+
+class Tally:
+    """Weighted means under names."""
+
+    def __init__(self) -> None:
+        self.sums: dict[Any, float] = defaultdict(float)
+        self.counts: dict[Any, int] = defaultdict(int)
+
+    def add(self, key: Any, values: NDArray[np.floating] | list[float]) -> None:
+        """Add values to the mean of `key`."""
+        self.sums[key] += float(np.sum(values, dtype=np.float64))
+        self.counts[key] += len(values)
+
+    def mean(self, key: Any) -> float:
+        """The mean; NaN-free: 0 where nothing was added."""
+        return self.sums[key] / self.counts[key] if self.counts[key] else 0.0
+
+
+def acceptance_of(kind: acceptance.AcceptanceKind, table: NodeTable, rows: NDArray[np.int64], logits: Floats,
+                  model: AcceptanceModel, drafter_temperatures: tuple[float, ...]) -> Floats:  # fmt: skip
+    """Acceptance of node rows (no roots) of a table under one kind."""
+    log_p = table.scalars[rows, 0]
+    if kind == "temperature" and model.temperature in drafter_temperatures:
+        normalizers = table.log_normalizers[table.state_rows[rows], drafter_temperatures.index(model.temperature)]
+        return acceptance.at_temperature(log_p, normalizers, model.temperature)
+    if kind == "logistic":
+        return acceptance.logistic(table.scalars[rows], model.logistic)
+    if kind == "head":
+        return acceptance.sibling_softmax(logits, np.unique(table.parents[rows], return_inverse=True)[1])
+    return acceptance.raw(log_p)
+
+
+class Evaluation:
+    """Accumulates routing, union and acceptance measures over chunks of held-out positions."""
+
+    def __init__(self, predictor: Predictor, table: RoutingTable, drafter_temperatures: tuple[float, ...]):
+        self.predictor, self.baseline, self.temperatures = predictor, table, drafter_temperatures
+        self.recall, self.union = Tally(), Tally()
+        self.accepted: dict[str, list[Floats]] = {kind: [] for kind in acceptance.KINDS}
+        self.labels: list[Floats] = []
+        self.positions = self.nodes = 0
+
+    def add(self, table: NodeTable, positions: NDArray[np.int64]) -> None:
+        """Judge some positions of a table."""
+        rows = table.rows_of(positions)
+        states = table.states[table.state_rows[rows]].astype(np.float32)
+        prediction = self.predictor.run(self.embed(table.tokens[rows]), states, table.scalars[rows])
+        self.positions += len(positions)
+        self.nodes += len(rows) - len(positions)
+        self.add_routing(table, rows, prediction)
+        head = self.add_acceptance(table, rows, prediction)
+        self.add_unions(table, rows, prediction, head)
+
+    def run(self, tables: NodeTables, prompts: set[int]) -> None:
+        """Judge all positions of the given prompts."""
+        self.embed = tables.embed
+        for table in tables:
+            positions = positions_of(table, prompts)
+            for start in range(0, len(positions), CHUNK_POSITIONS):
+                self.add(table, positions[start : start + CHUNK_POSITIONS])
+
+    def add_routing(self, table: NodeTable, rows: NDArray[np.int64], prediction: Prediction) -> None:
+        """Recall of predictor and baselines on roots, reached and rejected nodes."""
+        shapes, routing, parents = self.predictor.shapes, table.routing[rows], table.parents[rows]
+        popular = top_ids(self.baseline.popularity()[None], shapes.top_k)
+        guesses = {
+            "predictor": top_ids(prediction.routing_logits, shapes.top_k),
+            "popularity": np.broadcast_to(popular, routing.shape),
+            "token_table": top_ids(self.baseline.scores(table.tokens[rows]), shapes.top_k),
+            "previous_token": table.routing[np.maximum(parents, 0)],
+        }
+        node, reached = parents >= 0, table.reached[rows]
+        for name, guess in guesses.items():
+            found = hits(guess, routing, shapes.experts)
+            kinds = {"nodes": node, "reached": node & reached, "rejected": node & ~reached, "roots": ~node}
+            for kind, where in kinds.items():
+                if not (name == "previous_token" and kind == "roots"):
+                    self.recall.add((name, kind), found[where])
+
+    def add_acceptance(self, table: NodeTable, rows: NDArray[np.int64], prediction: Prediction) -> Floats:
+        """Collect estimates where the parent is reached; returns the head's for all rows (1 for roots)."""
+        node = table.parents[rows] >= 0
+        judged = table.weight[rows][node] > 0
+        self.labels.append(table.label[rows][node][judged])
+        out = np.ones(len(rows), np.float32)
+        for kind in acceptance.KINDS:
+            logits = prediction.acceptance_logits[node]
+            values = acceptance_of(kind, table, rows[node], logits, self.predictor.acceptance, self.temperatures)
+            self.accepted[kind].append(values[judged])
+            if kind == "head":
+                out[node] = values
+        return out
+
+    def add_unions(self, table: NodeTable, rows: NDArray[np.int64], prediction: Prediction, accepted: Floats) -> None:
+        """Predicted against true number of distinct experts of typical verification sets."""
+        predicted = predicted_masks(prediction.routing_logits, self.predictor.shapes.top_k)
+        true = pack_masks(table.routing[rows], self.predictor.shapes.experts)
+        roots = np.flatnonzero(table.parents[rows] < 0)
+        for start, end in zip(roots, [*roots[1:], len(rows)], strict=True):
+            base = rows[start]
+            parents = table.parents[rows[start + 1 : end]] - base - 1
+            order = np.argsort(-path_products(accepted[start + 1 : end], parents), kind="stable")
+            sets = {str(size): order[:size] for size in SET_SIZES}
+            sets["path"] = np.flatnonzero(table.reached[rows[start + 1 : end]])
+            for name, chosen in sets.items():
+                guess = truth = 0
+                for i in [start, *(chosen + start + 1)]:
+                    guess |= predicted[i]
+                    truth |= true[i]
+                ratio = guess.bit_count() / truth.bit_count() - 1
+                self.union.add((name, "error"), [abs(ratio)])
+                self.union.add((name, "bias"), [ratio])
+
+    def metrics(self) -> dict[str, Any]:
+        """The report: recall and misses, union error, acceptance."""
+        names = ("predictor", "popularity", "token_table", "previous_token")
+        kinds = ("nodes", "reached", "rejected", "roots")
+        recall = {n: {k: self.recall.mean((n, k)) for k in kinds if (n, k) in self.recall.counts} for n in names}
+        saved = {n: {k: 1 - (1 - recall["predictor"][k]) / max(1e-9, 1 - v) for k, v in recall[n].items()}
+                 for n in names[1:]}  # fmt: skip
+        sets = [*map(str, SET_SIZES), "path"]
+        union = {s: {"error": self.union.mean((s, "error")), "bias": self.union.mean((s, "bias"))} for s in sets}
+        label = np.concatenate(self.labels)
+        judged = {kind: np.concatenate(parts) for kind, parts in self.accepted.items()}
+        return {
+            "heldout": {"positions": self.positions, "nodes": self.nodes, "acceptance_nodes": len(label)},
+            "routing_recall": recall, "routing_misses_saved": saved, "union": union,
+            "acceptance": {k: {"log_loss": log_loss(v, label), "calibration_error": calibration_error(v, label)}
+                           for k, v in judged.items()},
+        }  # fmt: skip

@@ -1,0 +1,232 @@
+"""Train the predictor on traces, judge it on held-out prompts, export it: `ecospec-train fit`.
+
+    report = fit(FitConfig(traces="runs/traces", out="runs/predictor"))
+
+Writes `predictor.onnx`, `predictor.safetensors`, `acceptance.json`, `metrics.json` and, last, `manifest.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import onnxruntime
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from pydantic import Field
+
+from ecospec_runtime.acceptance import FILE as ACCEPTANCE_FILE
+from ecospec_runtime.acceptance import AcceptanceModel
+from ecospec_runtime.config import Config
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.predictor import (
+    MANIFEST_FILE,
+    METRICS_FILE,
+    ONNX_FILE,
+    WEIGHTS_FILE,
+    Predictor,
+    PredictorManifest,
+    PredictorShapes,
+    open_session,
+)
+from ecospec_train.calibrate import AcceptanceRows, fit_logistic, fit_temperature
+from ecospec_train.evaluate import Evaluation, routing_table
+from ecospec_train.predictor_data import NodeTables, PredictorData, split_prompts
+from ecospec_train.predictor_export import export_network, sha256
+from ecospec_train.predictor_model import PredictorModule, PredictorNetwork
+from ecospec_train.traces import Traces
+
+
+class FitConfig(Config):
+    """Settings of `fit`; the defaults suit a quick fit on two cores."""
+
+    traces: Path
+    out: Path
+    width: int = Field(256, ge=8)  # of the trunk; 512 for targets with thousands of experts in all
+    epochs: int = Field(12, ge=1)
+    max_seconds: float | None = Field(75.0, gt=0)  # training stops earlier; the schedule knows
+    batch_positions: int = Field(32, ge=1)
+    node_share: float = Field(0.5, gt=0, le=1)  # of the nodes with an unreached parent that an epoch sees
+    lr: float = Field(2e-3, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    acceptance_weight: float = Field(0.5, ge=0)
+    heldout: float = Field(0.15, gt=0, lt=1)  # share of the prompts
+    seed: int = 0
+    devices: int = Field(1, ge=1)
+    accelerator: str = "auto"
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What `fit` reached and where it is."""
+
+    predictor: Path
+    metrics: dict[str, Any]
+    seconds: float
+
+
+class PlainProgress(Callback):
+    """A line per epoch, for logs and pipes."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the losses so far."""
+        values = {name: float(v) for name, v in trainer.callback_metrics.items() if name != "lr"}
+        text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        if trainer.is_global_zero:
+            print(f"fit: epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {text}", flush=True)
+
+
+def train(network: PredictorNetwork, data: PredictorData, config: FitConfig, logger: Logger | None) -> None:
+    """Train in place. Ctrl-C leaves the last checkpoint under `out/checkpoints` and raises KeyboardInterrupt."""
+    steps = config.epochs * max(1, len(data.fit_stream))
+    module = PredictorModule(
+        network, steps, config.lr, config.weight_decay, config.acceptance_weight, config.max_seconds
+    )
+    terminal = sys.stderr.isatty()
+    callbacks: list[Callback] = [ModelCheckpoint(config.out / "checkpoints", save_last=True, save_top_k=0)]
+    if not terminal:
+        callbacks.append(PlainProgress())
+    with quiet_lightning():
+        trainer = L.Trainer(
+            max_epochs=config.epochs, accelerator=config.accelerator, devices=config.devices, logger=logger or False,
+            callbacks=callbacks, enable_progress_bar=terminal, enable_model_summary=False, num_sanity_val_steps=0,
+            gradient_clip_val=1.0, check_val_every_n_epoch=min(4, config.epochs), log_every_n_steps=20,
+            default_root_dir=config.out, use_distributed_sampler=False,
+        )  # fmt: skip
+        try:
+            trainer.fit(module, datamodule=data)
+        except SystemExit:
+            if trainer.interrupted:
+                raise KeyboardInterrupt from None
+            raise
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Without the notes on devices, tips and data loading that Lightning prints at every start."""
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
+    """Train, export and judge a predictor. UserError for unusable traces, a folder that cannot be written, a NaN loss."""
+    started = time.monotonic()
+    traces = Traces(config.traces)
+    prepare_folder(config.out)
+    torch.manual_seed(config.seed)
+    tables = NodeTables(traces, seed=config.seed)
+    prompts = [p for shard in traces.manifest.shards for p in shard.prompt_ids]
+    fit_prompts, heldout = split_prompts(prompts, config.heldout, config.seed)
+    data = PredictorData(tables, fit_prompts, heldout, config.batch_positions, config.node_share, config.seed)
+    if not len(data.fit_stream) or not len(data.heldout_stream):
+        raise UserError(f"{config.traces}: too few positions to fit on and to hold out; harvest more")
+    target = traces.manifest.target
+    shapes = PredictorShapes(hidden=target.hidden_size, state=traces.manifest.drafter.width, layers=target.moe_layers,
+                             experts=target.experts, top_k=target.top_k)  # fmt: skip
+    network = PredictorNetwork(shapes, config.width)
+    train(network, data, config, logger)
+    trained = time.monotonic()
+    export_network(network, config.out)
+    rows = AcceptanceRows.collect(tables, fit_prompts)
+    model = AcceptanceModel(best="head", temperature=fit_temperature(rows, traces.manifest.drafter_temperatures),
+                            logistic=fit_logistic(rows))  # fmt: skip
+    manifest = PredictorManifest(
+        shapes=shapes, target=target.model_dump(), drafter=traces.manifest.drafter.model_dump(),
+        temperature=traces.manifest.temperature, traces=traces_fingerprint(traces), heldout_prompts=sorted(heldout),
+        files={}, config=config.model_dump(mode="json"), versions=versions(),
+    )  # fmt: skip
+    session = open_session(config.out / ONNX_FILE, torch.get_num_threads())
+    evaluation = Evaluation(Predictor(session, manifest, model), routing_table(tables, fit_prompts, heldout, shapes),
+                            traces.manifest.drafter_temperatures)  # fmt: skip
+    evaluation.run(tables, heldout)
+    metrics = evaluation.metrics()
+    losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
+    model = model.model_copy(update={"best": min(losses, key=losses.__getitem__), "log_loss": losses})
+    metrics["fit"] = {"prompts": len(fit_prompts), "positions": sum(data.fit_stream.counts), "nodes_judged": len(rows.label),
+                      "train_seconds": trained - started, "seconds": time.monotonic() - started,
+                      "parameters": sum(p.numel() for p in network.parameters())}  # fmt: skip
+    metrics["best_acceptance"] = model.best
+    metrics["bars"] = bars(metrics)
+    write_folder(config.out, model, metrics, manifest)
+    return FitReport(config.out, metrics, time.monotonic() - started)
+
+
+def bars(metrics: dict[str, Any]) -> dict[str, float]:
+    """The figures that decide whether a predictor is good enough: see `misses`."""
+    losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
+    best = losses[metrics["best_acceptance"]]
+    return {
+        "misses_saved_vs_token_table": metrics["routing_misses_saved"]["token_table"]["nodes"],
+        "union_error": max(value["error"] for value in metrics["union"].values()),
+        "acceptance_loss_vs_raw": best / max(losses["raw"], 1e-9),
+        "acceptance_loss_vs_logistic": best / max(losses["logistic"], 1e-9),
+    }
+
+
+def misses(metrics: dict[str, Any]) -> list[str]:
+    """One line per bar that the predictor does not reach: 30 % fewer misses than the table, 4 % union error, 0.7x raw."""
+    reached, found = metrics["bars"], []
+    if reached["misses_saved_vs_token_table"] < 0.30:
+        found.append(
+            f"saves {reached['misses_saved_vs_token_table']:.0%} of the token table's routing misses (want 30 %)"
+        )
+    if reached["union_error"] > 0.04:
+        found.append(f"predicted union is off by {reached['union_error']:.1%} (want at most 4 %)")
+    if reached["acceptance_loss_vs_raw"] > 0.7:
+        found.append(f"acceptance log loss is {reached['acceptance_loss_vs_raw']:.2f}x the drafter's own (want 0.7x)")
+    return found
+
+
+def prepare_folder(out: Path) -> None:
+    """Create the folder and drop a manifest of an earlier fit, so that a stopped one is never taken for done."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MANIFEST_FILE).unlink(missing_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); choose another --out") from error
+
+
+def write_folder(out: Path, model: AcceptanceModel, metrics: dict[str, Any], manifest: PredictorManifest) -> None:
+    """Write the JSON files, the manifest last and with the hashes of all others."""
+    (out / ACCEPTANCE_FILE).write_text(model.model_dump_json(indent=2) + "\n")
+    (out / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n")
+    files = {name: sha256(out / name) for name in (ONNX_FILE, WEIGHTS_FILE, ACCEPTANCE_FILE, METRICS_FILE)}
+    temporary = out / f".{MANIFEST_FILE}"
+    temporary.write_text(manifest.model_copy(update={"files": files}).model_dump_json(indent=2) + "\n")
+    os.replace(temporary, out / MANIFEST_FILE)
+
+
+def traces_fingerprint(traces: Traces) -> str:
+    """Hash over the shards' hashes."""
+    return hashlib.sha256("".join(shard.sha256 for shard in traces.manifest.shards).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions that may matter to whoever reproduces the fit."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "lightning": L.__version__,
+            "onnxruntime": onnxruntime.__version__}  # fmt: skip

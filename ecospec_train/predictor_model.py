@@ -1,0 +1,143 @@
+"""The predictor network and its Lightning training: expert routing and acceptance from what the drafter knows.
+
+One trunk over (token embedding, drafter state that proposed the token, four scalars), a routing head over layers * experts
+and an acceptance head. All matrices have one side of `width`, so cost stays low-rank for targets with many experts.
+
+Legend: N rows (roots and nodes of many pools), H target width, d drafter width, L MoE layers, E experts, K top-k,
+W trunk width, G sibling groups.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ecospec_runtime.acceptance import LOGIT_BOUND
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.predictor import SCALARS, PredictorShapes
+from ecospec_train.predictor_data import Batch
+
+SCALAR_UNITS = (4.0, 4.0, 4.0, 4.0)  # divisors that bring log p, rank, depth and entropy near unit size
+
+
+class PredictorNetwork(nn.Module):
+    """Two-layer trunk with a residual, linear heads. The acceptance head starts as the drafter's own log p."""
+
+    scalar_units: Tensor
+
+    def __init__(self, shapes: PredictorShapes, width: int):
+        super().__init__()
+        self.shapes = shapes
+        self.register_buffer("scalar_units", torch.tensor(SCALAR_UNITS))
+        self.inputs = nn.Linear(shapes.hidden + shapes.state + SCALARS, width)
+        self.middle = nn.Linear(width, width)
+        self.routing = nn.Linear(width, shapes.layers * shapes.experts)
+        self.acceptance = nn.Linear(width + SCALARS, 1)
+        with torch.no_grad():
+            self.acceptance.weight.zero_()
+            self.acceptance.weight[0, width] = SCALAR_UNITS[0]
+            self.acceptance.bias.zero_()
+
+    def forward(self, embedding_NH: Tensor, state_Nd: Tensor, scalars_N4: Tensor) -> tuple[Tensor, Tensor]:
+        """Routing logits `[N, L, E]` and acceptance logits `[N]`."""
+        scalars = scalars_N4 / self.scalar_units
+        embedding = F.layer_norm(embedding_NH, (self.shapes.hidden,))
+        state = F.layer_norm(state_Nd, (self.shapes.state,))
+        h_NW = F.silu(self.inputs(torch.cat([embedding, state, scalars], -1)))
+        h_NW = h_NW + F.silu(self.middle(h_NW))
+        routing = self.routing(h_NW).unflatten(-1, (self.shapes.layers, self.shapes.experts))
+        return routing, self.acceptance(torch.cat([h_NW, scalars], -1)).squeeze(-1)
+
+
+def routing_loss(logits_NLE: Tensor, routing_NLK: Tensor) -> Tensor:
+    """Cross-entropy of softmax over experts with the true top-k as a uniform target, mean over rows and layers."""
+    chosen = logits_NLE.gather(-1, routing_NLK).mean(-1)
+    return (logits_NLE.logsumexp(-1) - chosen).mean()
+
+
+def acceptance_loss(logits_N: Tensor, group_N: Tensor, label_N: Tensor, weight_N: Tensor, groups: int) -> Tensor:
+    """Cross-entropy over each sibling group and "none of these" (logit 0), mean over the groups of positive weight.
+
+    `group_N` numbers the sibling groups from 0; `label_N` is the target's probability of the node (0 or 1 at temperature 0);
+    `weight_N` is 1 for nodes whose parent is truly reached, else 0: all siblings share it.
+    """
+    logits = logits_N.clamp(-LOGIT_BOUND, LOGIT_BOUND)
+    zeros = logits.new_zeros(groups)
+    denominator_G = torch.log1p(zeros.index_add(0, group_N, logits.exp()))
+    active_G = zeros.index_add(0, group_N, weight_N) > 0
+    total = (denominator_G * active_G).sum() - (label_N * weight_N * logits).sum()
+    return total / active_G.sum().clamp(min=1)
+
+
+def recall(logits_NLE: Tensor, routing_NLK: Tensor) -> Tensor:
+    """Share of the true experts among the K highest logits, mean over rows and layers."""
+    top_k = routing_NLK.size(-1)
+    threshold = logits_NLE.topk(top_k, dim=-1).values[..., -1:]
+    return (logits_NLE.gather(-1, routing_NLK) >= threshold).float().mean()
+
+
+class PredictorModule(L.LightningModule):
+    """AdamW under a cosine schedule that follows steps or the time budget, whichever is further."""
+
+    def __init__(self, network: PredictorNetwork, steps: int, lr: float, weight_decay: float,
+                 acceptance_weight: float, max_seconds: float | None):  # fmt: skip
+        super().__init__()
+        self.network, self.steps, self.max_seconds = network, steps, max_seconds
+        self.lr, self.weight_decay, self.acceptance_weight = lr, weight_decay, acceptance_weight
+        self.started = time.monotonic()
+
+    def on_fit_start(self) -> None:
+        """Start the clock of the time budget."""
+        self.started = time.monotonic()
+
+    def progress(self) -> float:
+        """Fraction of training done, in [0, 1]; rank 0 decides."""
+        done = self.global_step / max(1, self.steps)
+        if self.max_seconds is not None:
+            elapsed = (time.monotonic() - self.started) / self.max_seconds
+            done = max(done, float(self.trainer.strategy.broadcast(torch.tensor(elapsed))))
+        return min(1.0, done)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Routing loss, acceptance loss and routing logits of a batch."""
+        routing_logits, acceptance_logits = self.network(batch.embedding, batch.state, batch.scalars)
+        routing = routing_loss(routing_logits, batch.routing)
+        accepted = acceptance_loss(acceptance_logits, batch.group, batch.label, batch.weight, batch.groups)
+        return routing, accepted, routing_logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Weighted sum of both losses. UserError when it is not finite: the traces hold NaN or infinite values."""
+        progress = self.progress()
+        scale = min(1.0, (self.global_step + 1) / 20) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = self.lr * scale
+        routing, accepted, _ = self.losses(batch)
+        loss = routing + self.acceptance_weight * accepted
+        if not torch.isfinite(loss):
+            raise UserError(
+                f"loss is not finite at step {self.global_step}: harvest the traces again or lower lr={self.lr}"
+            )
+        self.log_dict({"routing_loss": routing.detach(), "acceptance_loss": accepted.detach()}, on_step=False,
+                      on_epoch=True, batch_size=len(batch.label))  # fmt: skip
+        if progress >= 1:
+            self.trainer.should_stop = True
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Held-out losses and recall."""
+        routing, accepted, logits = self.losses(batch)
+        values = {"heldout_routing_loss": routing, "heldout_acceptance_loss": accepted,
+                  "heldout_recall": recall(logits, batch.routing)}  # fmt: skip
+        self.log_dict(values, batch_size=len(batch.label), sync_dist=True, prog_bar=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW; biases are not decayed."""
+        matrices = [p for p in self.network.parameters() if p.ndim >= 2]
+        vectors = [p for p in self.network.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.98), fused=True)
