@@ -252,8 +252,12 @@ class Traces:
 
     def shards(self) -> Iterator[TraceShard]:
         """Every shard in turn, its hash checked; memory holds one at a time."""
-        for record in self.manifest.shards:
-            yield _to_shard(self._load(record), self.manifest)
+        for index in range(len(self.manifest.shards)):
+            yield self.shard(index)
+
+    def shard(self, index: int) -> TraceShard:
+        """One shard of the manifest's list, its hash checked."""
+        return _to_shard(self._load(self.manifest.shards[index]), self.manifest)
 
     def embedding(self) -> Callable[[Sequence[int] | NDArray[Any]], Floats]:
         """The target's input embedding of the traces' tokens: a callable from token ids [n] to rows [n, H]."""
