@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ecospec_runtime.config import GenerationConfig
+from ecospec_runtime.statistics import first_divergence, loop_share
 
 if TYPE_CHECKING:
     from ecospec_runtime.engine import Engine
@@ -26,7 +27,6 @@ METHOD = (
 )
 PER_PASS = ("accept_length", "experts_per_layer", "nodes", "draft_ms", "predict_ms", "select_ms", "verify_ms")
 WARM_UP_TOKENS = 12
-LONGEST_PERIOD, REPEATS_OF_LOOP = 16, 3
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Sample:
     """One generation: its tokens, decode seconds, passes, and means per pass of `PER_PASS`."""
 
     tokens: list[int]
-    timed: int  # tokens that `seconds` pays for
     seconds: float
     passes: int
     means: Mapping[str, float]
@@ -97,30 +96,9 @@ def run_once(engine: Engine, prompt: list[int], config: GenerationConfig) -> Sam
     tokens = [token.id for token in stream]
     statistics = stream.statistics
     return Sample(
-        tokens=tokens, timed=statistics.tokens, seconds=statistics.seconds, passes=statistics.passes,
-        means={key: float(getattr(statistics, key)) for key in PER_PASS},
+        tokens=tokens, seconds=statistics.seconds, passes=statistics.passes,
+        means={key: float(getattr(statistics, key) or 0.0) for key in PER_PASS},
     )  # fmt: skip
-
-
-def loop_share(tokens: Sequence[int]) -> float:
-    """Share of tokens inside a repeat of period at most 16 that is seen three times in a row."""
-    ids = np.asarray(tokens)
-    inside = np.zeros(len(ids), bool)
-    for period in range(1, min(LONGEST_PERIOD, len(ids) // REPEATS_OF_LOOP) + 1):
-        equal = np.concatenate(([False], ids[period:] == ids[:-period], [False]))
-        edges = np.flatnonzero(equal[1:] != equal[:-1])
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            if end - start >= (REPEATS_OF_LOOP - 1) * period:
-                inside[start : end + period] = True
-    return float(inside.mean()) if len(ids) else 0.0
-
-
-def first_divergence(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Index of the first token that differs, counting a missing one; None if all are equal."""
-    for i, (a, b) in enumerate(zip(tokens, reference, strict=False)):
-        if a != b:
-            return i
-    return None if len(tokens) == len(reference) else min(len(tokens), len(reference))
 
 
 def summarize(contestants: Sequence[Contestant], plan: Plan, samples: Samples) -> list[dict[str, Any]]:
@@ -141,7 +119,7 @@ def summarize(contestants: Sequence[Contestant], plan: Plan, samples: Samples) -
 def row(contestant: Contestant, temperature: float, samples: list[list[Sample]]) -> dict[str, Any]:
     """Figures of one policy at one temperature; samples are `[prompt][repeat]`."""
     seconds = [median(s.seconds for s in repeats) for repeats in samples]
-    timed = [repeats[0].timed for repeats in samples]
+    timed = [len(repeats[0].tokens) for repeats in samples]
     speeds = [n / s for n, s in zip(timed, seconds, strict=True) if s > 0] or [0.0]
     flat = [s for repeats in samples for s in repeats]
     passes = max(1, sum(s.passes for s in flat))
@@ -169,7 +147,7 @@ def _agreement(current: dict[str, Any], plain: dict[str, Any] | None, samples: S
         return {"identical_to_off": None, "diverging_prompts": None, "first_divergence": None}
     mine = samples[current["label"], current["temperature"]]
     theirs = samples[plain["label"], plain["temperature"]]
-    places = [first_divergence(a[0].tokens, b[0].tokens) for a, b in zip(mine, theirs, strict=True)]
+    places = [first_divergence(b[0].tokens, a[0].tokens) for a, b in zip(mine, theirs, strict=True)]
     found = [p for p in places if p is not None]
     return {
         "identical_to_off": not found,

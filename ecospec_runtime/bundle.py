@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ecospec_runtime.acceptance import AcceptanceModel
+from ecospec_runtime.acceptance import AcceptanceKind, AcceptanceModel
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
@@ -97,7 +97,7 @@ class DevicePolicy(Strict):
     schema_version: int = SCHEMA_VERSION
     policy: str
     parameters: dict[str, Any]
-    acceptance: str
+    acceptance: AcceptanceKind | None = None
     depth: int | None = None
     reason: str = ""  # one line; for `off`: why speculation does not pay here
     profile: DeviceProfile

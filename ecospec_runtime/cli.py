@@ -1,0 +1,271 @@
+"""`ecospec-runtime generate | bench | doctor | inspect`: a bundle in, text, figures and answers out."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ecospec_runtime.console import check_writable, console, handled, new_app, note, write_json
+from ecospec_runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from ecospec_runtime.bench import Contestant, Plan
+    from ecospec_runtime.bundle import Bundle
+    from ecospec_runtime.engine import Engine
+
+app = new_app("ecospec-runtime", "Speculative decoding of mixture-of-experts models with an EcoSpec bundle.")
+
+BundleOption = Annotated[Path, typer.Option("--bundle", "-b", help="Folder that `ecospec-train export` wrote.")]
+TargetOption = Annotated[str | None, typer.Option(help="Local folder or hub id; default: the one the bundle names.")]
+DrafterOption = Annotated[str | None, typer.Option(help="Local folder or hub id; default: the one the bundle names.")]
+DtypeOption = Annotated[str, typer.Option(help="auto (as saved), float32 or bfloat16.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's own choice.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def set_threads(threads: int | None) -> None:
+    """Set the number of CPU threads, before anything is loaded."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+@app.command()
+@handled
+def generate(
+    bundle: BundleOption,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="JSONL file or hub data set instead of --prompt.")] = None,
+    policy: Annotated[str, typer.Option(help="auto, or e.g. off, confidence:budget=4, ratio, throughput.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Exactly this many, unless the text ends first.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
+    seed: Annotated[int, typer.Option(help="One seed gives one text under every policy.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Continue prompts: text streams to stdout, one line of figures to stderr."""
+    if (prompt is None) == (prompts is None):
+        raise UserError("give either --prompt TEXT or --prompts FILE")
+    check_writable(json_file)
+    from ecospec_runtime.config import GenerationConfig
+    from ecospec_runtime.engine import Engine
+    from ecospec_runtime.prompts import Prompt, read_prompts
+
+    values = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
+              "stop_strings": tuple(stop or ())}  # fmt: skip
+    config = GenerationConfig.from_mapping(values | {"seed": seed})
+    set_threads(threads)
+    engine = Engine.from_bundle(bundle, target, drafter, policy, dtype, device)
+    if policy == "auto" and engine.policy.name == "off":
+        note(f"speculation is off: {engine.reason or 'it does not pay on this device'}")
+    rows = [Prompt(prompt)] if prompt is not None else read_prompts(str(prompts), engine.target.tokenizer)
+    results = []
+    for i, row in enumerate(rows):
+        if len(rows) > 1:
+            sys.stdout.write(f"{'' if i == 0 else chr(10)}--- prompt {i + 1} of {len(rows)}\n")
+        settings = config.model_copy(update={"seed": seed + i})
+        results.append(stream_one(engine, row.text, row.encode(engine.target.tokenizer), settings))
+    report = {"target": engine.target.source, "policy": engine.policy.name, "parameters": engine.policy.parameters(),
+              "reason": engine.reason, "config": config.model_dump(mode="json"), "results": results}  # fmt: skip
+    write_json(json_file, report)
+
+
+def stream_one(engine: Engine, text: str, ids: list[int], config: Any) -> dict[str, Any]:
+    """Print prompt and continuation as it comes; returns the JSON entry."""
+    sys.stdout.write(text)
+    stream = engine.generate(ids, config)
+    tokens = []
+    for token in stream:
+        tokens.append(token)
+        sys.stdout.write(token.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    s = stream.statistics
+    note(
+        f"{s.tokens} tokens in {s.seconds:.2f} s ({s.tokens_per_second:.1f} tokens/s), {s.accept_length:.2f} tokens a "
+        f"pass, policy {engine.policy.name}, prefill {s.prefill_seconds:.2f} s"
+    )
+    return {"prompt": text, "text": "".join(t.text for t in tokens), "tokens": [t.id for t in tokens],
+            "reason": stream.reason, "statistics": s.summary()}  # fmt: skip
+
+
+@app.command()
+@handled
+def bench(
+    bundle: BundleOption,
+    prompts: Annotated[str, typer.Option(help="JSONL file or hub data set.")],
+    policies: Annotated[
+        str, typer.Option(help="Comma-separated; auto is the tuned one.")
+    ] = "off,confidence,ratio,auto",
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts keep their end.")] = 512,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; default 0.")] = None,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times per prompt; the median counts.")] = 1,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
+) -> None:
+    """Measure policies side by side, interleaved prompt by prompt in one process."""
+    check_writable(json_file)
+    from ecospec_runtime import bench_report
+    from ecospec_runtime.bench import METHOD, Plan, measure, summarize
+    from ecospec_runtime.bundle import load_bundle
+    from ecospec_runtime.engine import Engine
+    from ecospec_runtime.machine import describe
+    from ecospec_runtime.prompts import fingerprint_prompts, read_prompts
+
+    set_threads(threads)
+    loaded = load_bundle(bundle)
+    base = Engine.from_bundle(loaded, target, drafter, "off", dtype, device)
+    base.record_routing = True
+    rows = read_prompts(prompts, base.target.tokenizer, count)
+    plan = Plan([r.encode(base.target.tokenizer, max_prompt_tokens) for r in rows], tuple(temperature or (0.0,)),
+                max_new_tokens, repeats, seed, {"top_p": top_p, "top_k": top_k})  # fmt: skip
+    entrants = contestants(loaded, base, policies)
+    started = time.perf_counter()
+    samples = run_with_progress(measure, entrants, plan)
+    report = {
+        "schema_version": 1, "machine": describe(device), "target": base.target.source, "dtype": dtype_name(base),
+        "bundle": str(bundle), "prompts": {"source": prompts, "count": len(rows), "sha256": fingerprint_prompts(rows)},
+        "max_new_tokens": max_new_tokens, "repeats": repeats, "seed": seed, "top_p": top_p, "top_k": top_k,
+        "method": METHOD, "command": sys.argv, "seconds": time.perf_counter() - started,
+        "profile": base.profile.model_dump() if base.profile else None, "runs": summarize(entrants, plan, samples),
+    }  # fmt: skip
+    write_json(json_file, report)
+    if plots is not None:
+        bench_report.plots(report, plots)
+    console().print(bench_report.table(report))
+
+
+def dtype_name(engine: Engine) -> str:
+    """`float32` or `bfloat16`: what the target's weights are."""
+    return str(engine.target.dtype).removeprefix("torch.")
+
+
+def contestants(bundle: Bundle, base: Engine, text: str) -> list[Contestant]:
+    """Engines for a comma-separated list of policies; `auto` is the bundle's own for this device. Raises UserError."""
+    from ecospec_runtime.bench import Contestant
+    from ecospec_runtime.policies import PolicySpec, parse_policy
+
+    predictor = base.scorer.predictor
+    best = predictor.acceptance.best if predictor else "raw"
+    found: dict[str, Contestant] = {}
+    for entry in filter(None, (e.strip() for e in re.split(r",(?![^,:]*=)", text))):
+        if entry == "auto":
+            tuned = bundle.device_policy(device_slug_of(base))
+            spec = PolicySpec(name=tuned.policy, parameters=tuned.parameters, acceptance=tuned.acceptance,
+                              depth=tuned.depth)  # fmt: skip
+        else:
+            spec = parse_policy(entry)
+        label = f"{spec.name} (tuned)" if entry == "auto" else str(spec)
+        found.setdefault(label, Contestant(label, spec, spec.acceptance_kind(best), base.with_policy(spec)))
+    if not found:
+        raise UserError("--policies names no policy; give e.g. off,confidence:budget=4,auto")
+    return list(found.values())
+
+
+def device_slug_of(engine: Engine) -> str:
+    """Slug of the device, dtype and threads that the engine runs with."""
+    import torch
+
+    from ecospec_runtime.machine import device_name, device_slug
+
+    return device_slug(device_name(engine.target.device), dtype_name(engine), torch.get_num_threads())
+
+
+def run_with_progress(measure: Any, entrants: list[Contestant], plan: Plan) -> Any:
+    """Call `measure` under a progress bar on stderr; off a terminal, a line every tenth of the way."""
+    total = len(entrants) * len(plan.prompts) * len(plan.temperatures) * plan.repeats
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True)) as progress:
+            task = progress.add_task("bench", total=total)
+            return measure(entrants, plan, lambda: progress.advance(task))
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if done * 10 // total > (done - 1) * 10 // total:
+            note(f"bench: {done}/{total} generations")
+
+    return measure(entrants, plan, tick)
+
+
+@app.command()
+@handled
+def inspect(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
+    json_file: JsonOption = None,
+) -> None:
+    """Check every hash of a bundle and show what is in it."""
+    from ecospec_runtime.bundle import load_bundle
+    from ecospec_runtime.inspection import summary
+
+    loaded = load_bundle(bundle)
+    write_json(json_file, {"bundle": str(bundle), "manifest": loaded.manifest.model_dump(mode="json"),
+                           "policies": {k: p.model_dump(mode="json") for k, p in loaded.policies.items()}})  # fmt: skip
+    console().print(summary(loaded))
+
+
+@app.command()
+@handled
+def doctor(
+    bundle: Annotated[Path | None, typer.Option("--bundle", "-b", help="Bundle folder.")] = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    prompts: Annotated[str | None, typer.Option(help="Prompts to compare on; default: eight built-in ones.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    dtype: Annotated[str, typer.Option(help="float32 (exact comparison), bfloat16 or auto.")] = "float32",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Check an installation: versions, bundle, and that speculation changes no token. Exit code 1 if something is wrong."""
+    if bundle is None and (target is None or drafter is None):
+        raise UserError("give --bundle B, or --target T and --drafter D")
+    check_writable(json_file)
+    from ecospec_runtime.doctor import examine
+
+    set_threads(threads)
+    findings = examine(bundle, target, drafter, prompts, max_new_tokens, dtype, device)
+    out = console()
+    for finding in findings:
+        out.print(f"{finding.status:>5}  {finding.check}: {finding.message}", markup=False, soft_wrap=True)
+    write_json(json_file, {"findings": [vars(f) for f in findings], "ok": all(f.status != "FAIL" for f in findings)})
+    if any(f.status == "FAIL" for f in findings):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()
