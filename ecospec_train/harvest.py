@@ -1,0 +1,384 @@
+"""Harvest: run target and drafter over prompts and write traces, through Lightning's `Trainer.predict`.
+
+Positions are decided by prompts and configuration alone, so a harvest that was killed and resumed holds the same rows as an
+undisturbed one. Each rank takes every `devices`-th prompt and writes its own shards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import lightning as L
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from pydantic import BeforeValidator, Field
+from safetensors.numpy import save
+from torch.utils.data import DataLoader, IterableDataset
+
+from ecospec_runtime.acceptance import TEMPERATURES
+from ecospec_runtime.config import Config, PoolConfig
+from ecospec_runtime.drafters import load_drafter
+from ecospec_runtime.drafters.base import Drafter
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.machine import versions
+from ecospec_runtime.prompts import Prompt, fingerprint_prompts, read_prompts
+from ecospec_runtime.target import Target
+from ecospec_train.progress import PositionProgress
+from ecospec_train.recording import Recorder
+from ecospec_train.trace_writer import ShardWriter, read_progress, sha256_of, write_atomically
+from ecospec_train.traces import (
+    EMBEDDING,
+    MANIFEST,
+    DrafterRecord,
+    TargetRecord,
+    TraceManifest,
+    TraceRow,
+    bytes_per_position,
+    read_manifest,
+)
+
+SHARD_ROWS = 256
+SHARD_OVERHEAD = 32 * 1024  # Parquet's own metadata, and the manifest's entry
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_NOT_COMPARED = {"complete", "shards", "embedding_sha256", "seconds", "versions", "command"}
+
+
+def parse_size(value: Any) -> int:
+    """Bytes from an integer or from text like 500MB, 2GB, 1.5 GiB. Raises UserError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", str(value), re.IGNORECASE)
+    if not match:
+        raise UserError(f"--max-disk: '{value}' is not a size; write for example 500MB or 2GB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+class HarvestConfig(Config):
+    """Everything that decides the rows of a harvest, and where they go."""
+
+    target: str
+    drafter: str
+    prompts: str
+    out: Path
+    max_positions: int | None = Field(None, ge=1)  # None: all prompts to their end
+    max_new_tokens: int = Field(64, ge=1)  # of the target's own text, per prompt
+    max_prompt_tokens: int = Field(1024, ge=1)  # longer prompts keep their end
+    pool: PoolConfig = PoolConfig()
+    stride: int = Field(1, ge=1)  # replay is exact at 1
+    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    seed: int = Field(0, ge=0, lt=2**62)  # prompt i draws with seed + i
+    drafter_temperatures: tuple[float, ...] = TEMPERATURES
+    target_temperatures: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = (1.0, 0.7)
+    max_disk: Annotated[int, BeforeValidator(parse_size)] = 20 * 10**9
+    resume: bool = False
+    dtype: str = Field("float32", pattern="^(float32|bfloat16|auto)$")
+    devices: int = Field(1, ge=1)
+
+
+def harvest(config: HarvestConfig) -> TraceManifest:
+    """Write the traces of `config.prompts` to `config.out` and return their manifest.
+
+    Raises UserError for anything the user can mend (a non-empty folder without `resume`, a resume that would mix two harvests,
+    too little disk, bad prompts), and KeyboardInterrupt on Ctrl-C with every finished prompt written.
+    """
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    resuming = check_folder(config) if rank == 0 else True
+    device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+    target = Target.from_pretrained(config.target, dtype=config.dtype, device=device)
+    drafter = load_drafter(config.drafter, target, config.dtype)
+    prompts = read_prompts(config.prompts, target.tokenizer)
+    manifest = describe(config, target, drafter, prompts)
+    if rank == 0:
+        if resuming:
+            existing = read_manifest(config.out)
+            refuse_other_harvest(existing, manifest, config.out)
+            if existing.complete:
+                print(f"harvest: {config.out} is complete ({existing.rows} positions)")
+                return existing
+        check_disk(config, manifest, len(prompts))
+        config.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(config.out / MANIFEST, manifest.model_dump_json(indent=2).encode())
+    callback = TraceCallback(config)
+    run_trainer(HarvestModule(target, drafter, config, prompts, callback), callback, config)
+    if rank == 0:
+        manifest = finish(config, manifest, target, callback.seconds)
+    return manifest
+
+
+def check_folder(config: HarvestConfig) -> bool:
+    """Whether there is a harvest to continue. Raises UserError if the folder holds anything without `resume`, or something else."""
+    out = config.out
+    try:
+        found = sorted(path.name for path in out.iterdir()) if out.exists() else []
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out}: not a folder to write to ({error.strerror}); choose another --out") from None
+    if not os.access(out, os.W_OK):
+        raise UserError(f"{out}: no permission to write; choose another --out or change its permissions")
+    found = [name for name in found if name != f".{MANIFEST}.tmp"]
+    if found and not config.resume:
+        raise UserError(f"{out}: not empty; add --resume to continue the harvest in it, or choose another --out")
+    if found and MANIFEST not in found:
+        raise UserError(f"{out}: holds no harvest to resume ({MANIFEST} is missing); choose another --out")
+    return bool(found)
+
+
+def describe(config: HarvestConfig, target: Target, drafter: Drafter, prompts: list[Prompt]) -> TraceManifest:
+    """The manifest of this harvest, without shards."""
+    return TraceManifest(
+        target=TargetRecord(
+            id=config.target,
+            architecture=target.architecture,
+            fingerprint=target.fingerprint,
+            moe_layers=target.moe_layers,
+            experts=target.experts,
+            top_k=target.top_k,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+        ),
+        drafter=DrafterRecord(
+            id=config.drafter, kind=drafter.kind, fingerprint=drafter.fingerprint, width=drafter.width
+        ),
+        **config.model_dump(
+            include=set(TraceManifest.model_fields) & set(HarvestConfig.model_fields) - {"target", "drafter"}
+        ),
+        prompts_sha256=fingerprint_prompts(prompts),
+        versions=versions(),
+        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+    )
+
+
+def refuse_other_harvest(old: TraceManifest, new: TraceManifest, out: Path) -> None:
+    """Raise UserError naming the first thing in which a resumed harvest would differ from the one begun."""
+
+    def flat(manifest: TraceManifest) -> dict[str, Any]:
+        values = json.loads(manifest.model_dump_json(exclude=_NOT_COMPARED))
+        for name in ("target", "drafter"):
+            values |= {f"{name} {key}": value for key, value in values.pop(name).items() if key != "id"}
+        return values
+
+    before, now = flat(old), flat(new)
+    for key, value in before.items():
+        if now[key] != value:
+            raise UserError(
+                f"{out}: --resume with another {key} ({value} before, {now[key]} now); use the same or another --out"
+            )
+
+
+def check_disk(config: HarvestConfig, manifest: TraceManifest, prompts: int) -> None:
+    """Print the size of the harvest and raise UserError if it would pass `max_disk` or the free space."""
+    target, pool = manifest.target, config.pool
+    row = bytes_per_position(
+        pool,
+        target.moe_layers,
+        target.top_k,
+        target.experts,
+        manifest.drafter.width,
+        len(config.drafter_temperatures),
+        len(config.target_temperatures),
+    )
+    positions = expected_positions(config, prompts)
+    table = min(target.vocab_size, positions * (pool.pool_size + 1)) * (2 * target.hidden_size + 4)
+    shards = (positions // SHARD_ROWS + config.devices) * SHARD_OVERHEAD
+    total = positions * row + table + shards
+    print(
+        f"harvest: at most {positions:,} positions x {row:,} bytes = {_size(total)} with embeddings, before compression"
+    )
+    if total > config.max_disk:
+        fitting = max(0, (config.max_disk - table - shards) // row)
+        raise UserError(
+            f"--max-disk: the harvest may need {_size(total)}, more than {_size(config.max_disk)}; raise it, or lower "
+            f"--max-positions (about {fitting} fit), --pool-size or the number of prompts"
+        )
+    written = sum(path.stat().st_size for path in config.out.iterdir())
+    free = shutil.disk_usage(config.out).free
+    if total - written > free:
+        raise UserError(
+            f"{config.out}: the harvest may need {_size(total - written)}, only {_size(free)} are free on this disk"
+        )
+
+
+def expected_positions(config: HarvestConfig, prompts: int) -> int:
+    """Upper bound of the number of rows."""
+    most = prompts * -(-config.max_new_tokens // config.stride)
+    return most if config.max_positions is None else min(most, config.max_positions)
+
+
+class PromptStream(IterableDataset[tuple[int, list[int]]]):
+    """This rank's prompts as (prompt_id, tokens), from `first` on, while `module` wants more."""
+
+    def __init__(self, module: HarvestModule, first: int, step: int) -> None:
+        self._module, self._first, self._step = module, first, step
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        module = self._module
+        for prompt_id in range(self._first, len(module.prompts), self._step):
+            if module.remaining <= 0:
+                return
+            tokens = module.prompts[prompt_id].encode(module.target.tokenizer, module.config.max_prompt_tokens)
+            if tokens:
+                yield prompt_id, tokens
+
+
+class HarvestModule(L.LightningModule):
+    """Target and drafter as one predicting module: a prompt in, its trace rows out."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, config: HarvestConfig, prompts: list[Prompt], callback: TraceCallback
+    ) -> None:
+        super().__init__()
+        self.model = target.model
+        self.target, self.config, self.prompts = target, config, prompts
+        self.recorder = Recorder(
+            target,
+            drafter,
+            config.pool,
+            temperature=config.temperature,
+            drafter_temperatures=config.drafter_temperatures,
+            target_temperatures=config.target_temperatures,
+        )
+        self._callback = callback
+        self.remaining = 0
+
+    def predict_dataloader(self) -> DataLoader[tuple[int, list[int]]]:
+        """This rank's prompts, after those its finished shards hold."""
+        rank, world = self.global_rank, self.trainer.world_size
+        writer = self._callback.open(self.target.experts, rank)
+        most = self.config.max_positions
+        share = most // world + (rank < most % world) if most is not None else sys.maxsize
+        self.remaining = share - sum(shard.rows for shard in writer.shards)
+        done = writer.shards[-1].prompt_ids[-1] if writer.shards else rank - world
+        return DataLoader(PromptStream(self, done + world, world), batch_size=None)
+
+    def predict_step(self, batch: tuple[int, list[int]], batch_idx: int) -> list[TraceRow]:
+        """Rows of one prompt; fewer where the harvest ends within it."""
+        prompt_id, tokens = batch
+        config = self.config
+        if self.remaining <= 0:
+            return []
+        new_tokens = min(config.max_new_tokens, self.remaining * config.stride)
+        rows = self.recorder.record(prompt_id, tokens, new_tokens, config.stride, config.seed + prompt_id)
+        self.remaining -= len(rows)
+        return rows
+
+
+class TraceCallback(BasePredictionWriter):
+    """Lightning's prediction writer: rows to shards, one `ShardWriter` per rank."""
+
+    def __init__(self, config: HarvestConfig) -> None:
+        super().__init__(write_interval="batch")
+        self._config = config
+        self._writer: ShardWriter | None = None
+        self.seconds: dict[str, float] = {}
+        self.written = 0  # rows of this rank
+
+    def open(self, experts: int, rank: int) -> ShardWriter:
+        """The rank's writer; it removes what a killed run left unfinished."""
+        self._writer = ShardWriter(self._config.out, experts, rank, SHARD_ROWS)
+        self.written = sum(shard.rows for shard in self._writer.shards)
+        return self._writer
+
+    def write_on_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, prediction: Any, batch_indices: Any, batch: Any, *_: Any
+    ) -> None:
+        """Hand a prompt's rows to the writer."""
+        assert self._writer is not None
+        assert isinstance(pl_module, HarvestModule)
+        with pl_module.recorder.clock.phase("write"):
+            self._writer.add(batch[0], prediction)
+        self.written += len(prediction)
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the last, partial shard; wait for the other ranks."""
+        assert self._writer is not None
+        assert isinstance(pl_module, HarvestModule)
+        with pl_module.recorder.clock.phase("write"):
+            self._writer.flush()
+        self.seconds = dict(pl_module.recorder.clock.seconds)
+        trainer.strategy.barrier("harvest")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """On Ctrl-C the finished prompts are written."""
+        if self._writer is not None and isinstance(exception, KeyboardInterrupt):
+            self._writer.flush()
+            print(
+                f"harvest: {sum(s.rows for s in self._writer.shards)} positions are kept; --resume continues",
+                flush=True,
+            )
+
+
+def run_trainer(module: HarvestModule, callback: TraceCallback, config: HarvestConfig) -> None:
+    """`Trainer.predict`; Ctrl-C comes out as KeyboardInterrupt."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    handler = signal.getsignal(signal.SIGINT)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        trainer = L.Trainer(
+            accelerator="gpu" if module.target.device.type == "cuda" else "cpu",
+            devices=config.devices,
+            strategy="ddp" if config.devices > 1 else "auto",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            callbacks=[
+                callback,
+                PositionProgress(expected_positions(config, len(module.prompts)), lambda: callback.written),
+            ],
+        )
+        try:
+            trainer.predict(module, return_predictions=False)
+        except SystemExit:  # what Lightning makes of KeyboardInterrupt
+            signal.signal(signal.SIGINT, handler)
+            raise KeyboardInterrupt from None
+
+
+def finish(config: HarvestConfig, manifest: TraceManifest, target: Target, seconds: dict[str, float]) -> TraceManifest:
+    """Write the embedding rows of all tokens seen, then the final manifest; remove the ranks' lists."""
+    logs = [config.out / f"progress-{rank:02d}.json" for rank in range(config.devices)]
+    shards = [shard for log in logs for shard in read_progress(log)]
+    seen = np.zeros(target.vocab_size, bool)
+    for shard in shards:
+        table = pq.read_table(config.out / shard.file, columns=["tokens", "root_token"])
+        seen[table.column("root_token").to_numpy()] = True
+        seen[table.column("tokens").combine_chunks().flatten().to_numpy()] = True
+    ids = np.flatnonzero(seen)
+    rows = target.embed(torch.from_numpy(ids)).to(torch.float16).numpy(force=True)
+    data = save({"ids": ids.astype(np.int32), "table": rows})
+    write_atomically(config.out / EMBEDDING, data)
+    manifest = manifest.model_copy(
+        update={"complete": True, "shards": shards, "embedding_sha256": sha256_of(data), "seconds": seconds}
+    )
+    if not shards:
+        raise UserError(
+            f"{config.prompts}: the target ended every text at once, there is nothing to record; use other prompts"
+        )
+    write_atomically(config.out / MANIFEST, manifest.model_dump_json(indent=2).encode())
+    for log in logs:
+        log.unlink(missing_ok=True)
+    passes = seconds.get("generate", 0.0) + seconds.get("verify", 0.0)
+    phases = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+    print(f"harvest: {manifest.rows:,} positions, {_size(sum(s.bytes for s in shards) + len(data))} in {config.out}")
+    if passes > 0:
+        print(f"harvest: {phases}; {sum(seconds.values()) / passes:.2f} x the target passes alone")
+    return manifest
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
