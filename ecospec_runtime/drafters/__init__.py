@@ -1,0 +1,29 @@
+"""Drafters: what proposes the candidate tree. `load_drafter` is the only door."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ecospec_runtime.checkpoint import DTYPES, read_config, resolve_folder
+from ecospec_runtime.drafters.base import Drafter
+from ecospec_runtime.drafters.eagle3 import load_eagle3
+from ecospec_runtime.errors import UserError
+
+__all__ = ["Drafter", "load_drafter"]
+
+
+def load_drafter(id_or_folder: str | Path, target: Any, dtype: str = "auto") -> Drafter:
+    """Load the drafter in a local folder or hub id for a loaded target; raises UserError if it cannot serve it.
+
+    `dtype` is float32, bfloat16 or auto.
+    """
+    source = str(id_or_folder)
+    if dtype not in DTYPES:
+        raise UserError(f"dtype '{dtype}' is not supported; use one of {', '.join(DTYPES)}")
+    folder = resolve_folder(source, "drafter")
+    config = read_config(folder, "drafter")
+    architectures = config.get("architectures") or []
+    if any("Eagle3" in name for name in architectures) or config.get("speculators_model_type") == "eagle3":
+        return load_eagle3(folder, source, target, dtype)
+    raise UserError(f"drafter {source}: architectures {architectures} in config.json is not a supported kind; use EAGLE-3")

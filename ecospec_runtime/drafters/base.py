@@ -1,0 +1,48 @@
+"""The drafter protocol. A new kind is one file in this folder plus its line in `drafters/__init__.py`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.pool import Pool
+
+
+class Drafter(Protocol):
+    """Proposes candidate trees for one sequence at a time; a sequence's state lives in what `start` returns.
+
+    Row j of a sequence is what the drafter knows once the target has seen position j and chosen the token at j + 1:
+    the target's features at position j and that token. Rows are only ever added, so a rejected candidate leaves no
+    trace. Legend: m rows, F feature width (`len(aux_layers)` times the target's hidden size).
+    """
+
+    kind: str
+    width: int  # width d of the states in its pools
+    aux_layers: tuple[int, ...]  # the features it needs: hidden states entering these target layers
+    fingerprint: str  # sha256 of its weights
+
+    def check(self, target: Any) -> None:
+        """Raise UserError if the drafter cannot serve this target."""
+        ...
+
+    def start(self) -> Any:
+        """An empty sequence."""
+        ...
+
+    def extend(self, sequence: Any, tokens_m: Tensor, features_mF: Tensor) -> None:
+        """Append m rows: features at consecutive positions and the token that follows each."""
+        ...
+
+    def expand(
+        self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
+    ) -> Pool:
+        """The pool below `root_token`, the token of the last row."""
+        ...
+
+    def expand_many(
+        self, sequence: Any, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
+    ) -> list[Pool]:
+        """One pool per row index in `roots`, each as `expand` would have built it when that row was the last."""
+        ...
