@@ -16,6 +16,9 @@ from transformers.cache_utils import DynamicLayer
 class GrowingLayer(DynamicLayer):
     """One layer's keys and values `[B, H, R, D]`: views of buffers that double, so a step does not copy the past."""
 
+    keys: Tensor  # type: ignore[assignment]
+    values: Tensor  # type: ignore[assignment]
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the pass's rows; returns all rows, past ones first."""
         if not self.is_initialized:
@@ -72,4 +75,5 @@ class TargetCache:
             return
         index = None if prefix else torch.tensor(kept) + past
         for layer in self.inner.layers:
+            assert isinstance(layer, GrowingLayer)
             layer.keep(past, length, index)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
@@ -55,16 +54,17 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
-def load_model(folder: Path, source: str, dtype: str) -> nn.Module:
+def load_model(folder: Path, source: str, dtype: str) -> Any:
     """Load a causal language model on the CPU, attention sdpa or eager; raises UserError naming what is wrong."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is not supported; use one of {', '.join(DTYPES)}")
     read_config(folder, "target")
     try:
         config = AutoConfig.from_pretrained(folder)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=DTYPES[dtype], output_loading_info=True
         )
+        model, info = loaded
     except SafetensorError as error:
         raise UserError(f"target {source}: damaged weight file ({error}); copy or download it again") from None
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:

@@ -40,9 +40,9 @@ class Config(BaseModel):
 class PoolConfig(Config):
     """Shape of the candidate tree: the best `width` nodes of each of `depth` levels; the best `beam` of a level expand."""
 
-    depth: int = Field(6, ge=1, le=64)
-    beam: int = Field(4, ge=1, le=256)
-    width: int = Field(8, ge=1, le=256)
+    depth: int = Field(default=6, ge=1, le=64)
+    beam: int = Field(default=4, ge=1, le=256)
+    width: int = Field(default=8, ge=1, le=256)
 
     @property
     def pool_size(self) -> int:
@@ -57,13 +57,13 @@ class PoolConfig(Config):
 class GenerationConfig(Config):
     """How to decode. Names follow transformers; the processing order is penalty, temperature, top-k, top-p, min-p."""
 
-    max_new_tokens: int = Field(128, ge=1)
-    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)  # 0: argmax
-    top_k: int = Field(0, ge=0)  # 0: off
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
-    seed: int = Field(0, ge=0, lt=2**63)
+    max_new_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)  # 0: argmax
+    top_k: int = Field(default=0, ge=0)  # 0: off
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     stop_strings: tuple[str, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None  # None: what the target's own configuration says; (): never stop
     logprobs: bool = False  # fill Token.logprob: the target's raw log-probability

@@ -140,9 +140,12 @@ class Engine:
             target = Target.from_pretrained(target or bundle.manifest.target.id, dtype, device)
         check_target(bundle, target)
         if drafter is None or isinstance(drafter, str | Path):
-            drafter = load_drafter(drafter or bundle.manifest.drafter.id, target, dtype)
-        check_drafter(bundle, drafter)
+            loaded = load_drafter(str(drafter or bundle.manifest.drafter.id), target, dtype)
+        else:
+            loaded = drafter
+        check_drafter(bundle, loaded)
         slug = device_slug(device_name(device), str(target.dtype).removeprefix("torch."), torch.get_num_threads())
+        profile: DeviceProfile | None
         if policy == "auto":
             tuned = bundle.device_policy(slug)
             spec = PolicySpec.model_validate(
@@ -159,7 +162,7 @@ class Engine:
             profile = bundle.policies[slug].profile if slug in bundle.policies else None
             reason = "named by the caller"
         scorer = Scorer(bundle.predictor(), "raw", target.moe_layers, target.experts)
-        base = cls(target, drafter, scorer, None, profile, bundle.manifest.pool)
+        base = cls(target, loaded, scorer, None, profile, bundle.manifest.pool)
         return base.with_policy(spec, reason)
 
     def with_policy(self, policy: str | PolicySpec, reason: str = "") -> Engine:

@@ -41,19 +41,19 @@ class TargetOutput:
 class Target:
     """A loaded target model with its tokenizer. One pass at a time; see `forward` and `commit`."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, source: str, folder: Path):
+    def __init__(self, model: Any, tokenizer: Any, source: str, folder: Path):
         self.model, self.tokenizer, self.source, self.folder = model.eval(), tokenizer, source, folder
-        self.config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self.config: Any = model.config.get_text_config()
         self.architecture = type(model).__name__
         self.device = next(model.parameters()).device
-        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
-        self._decoder = model.get_decoder()  # type: ignore[operator]
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self._decoder = model.get_decoder()
         self._layers = _decoder_layers(self._decoder, source)
         self._experts = _experts_modules(self._decoder, self.architecture, source)
         self.moe_layers = len(self._experts)
-        self.experts = _one({int(m.num_experts) for m in self._experts}, "expert counts", source)
+        self.experts = _one({m.num_experts for m in self._experts}, "expert counts", source)
         self._cache_name = _cache_argument(model, source)
         self._windows = _sliding_windows(self.config, source)
         self._armed: tuple[tuple[int, ...], bool] = ((), False)
@@ -109,7 +109,7 @@ class Target:
         """Input embedding rows `[n, H]` of the given token ids."""
         with torch.inference_mode():
             ids = torch.as_tensor(tokens, device=self.device)
-            return self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+            return self.model.get_input_embeddings()(ids)
 
     @torch.inference_mode()
     def forward(
@@ -250,7 +250,7 @@ def _routing_argument(module: nn.Module) -> str:
     return list(inspect.signature(module.forward).parameters)[1]
 
 
-def _experts_modules(decoder: nn.Module, architecture: str, source: str) -> list[nn.Module]:
+def _experts_modules(decoder: nn.Module, architecture: str, source: str) -> list[Any]:
     """Modules whose forward takes (hidden states, expert ids, weights), in layer order."""
     found = []
     for module in decoder.modules():

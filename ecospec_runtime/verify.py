@@ -40,8 +40,9 @@ def walk(
     `seen` grows by the chosen tokens.
     """
     argmax = logits_nV.argmax(-1).tolist() if sampler.plain_argmax else None
-    rows, tokens, values = [0], [], []
-    row = 0
+    rows, row = [0], 0
+    tokens: list[int] = []
+    values: list[float] = []
     while True:
         logits_V = logits_nV[row].numpy(force=True) if argmax is None or logprobs else None
         if argmax is not None:
