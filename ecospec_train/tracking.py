@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import git_commit, versions
 
 EXPERIMENT = "ecospec"
@@ -40,10 +42,20 @@ def record_path(output: Path) -> Path:
 
 
 class StageRun:
-    """The handle a stage logs through; `run_id` is None when tracking is off."""
+    """The handle a stage logs through. The run begins with the first thing logged, so a user's mistake costs nothing."""
 
-    def __init__(self, stage: str, run_id: str | None = None):
-        self.stage, self.run_id = stage, run_id
+    def __init__(self, stage: str, parameters: Mapping[str, Any], inputs: Sequence[Path]):
+        self.stage, self.run_id = stage, ""
+        self._parameters, self._inputs = parameters, inputs
+        self._began = int(time.time() * 1000)
+        self._failed = False
+
+    def begin(self) -> bool:
+        """Open the run if that has not been tried yet; False when tracking does not work."""
+        if not self.run_id and not self._failed:
+            self.run_id = _attempt(lambda: _start(self.stage, self._parameters, self._inputs, self._began)) or ""
+            self._failed = not self.run_id
+        return not self._failed
 
     def log_metrics(self, metrics: Mapping[str, Any], prefix: str = "") -> None:
         """Log every number in a nested mapping; nesting becomes `/`."""
@@ -71,27 +83,49 @@ class StageRun:
         self._quietly(register)
 
     def _quietly(self, action: Callable[[Any], None]) -> None:
-        if self.run_id is not None:
+        if self.begin():
             _attempt(lambda: action(_mlflow()))
 
 
 @contextmanager
 def track(stage: str, parameters: Mapping[str, Any], output: Path, inputs: Sequence[Path] = ()) -> Iterator[StageRun]:
     """Run a stage under an MLflow run. `inputs` are outputs of earlier stages; their run ids become lineage tags."""
-    run = StageRun(stage)
-    run.run_id = _attempt(lambda: _start(stage, parameters, inputs))
+    run = StageRun(stage, parameters, inputs)
     status = "FAILED"
     try:
         yield run
         status = "FINISHED"
+    except UserError:
+        status = ""
+        raise
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
-        if run.run_id is not None:
-            _attempt(lambda: _mlflow().end_run(status))
-            if status == "FINISHED":
+        if run.run_id or (status and run.begin()):
+            _attempt(lambda: _mlflow().end_run(status or "FAILED"))
+            if status == "FINISHED" and stage != "export":  # a bundle holds what its manifest lists and nothing else
                 _attempt(lambda: _write_record(run, output))
+
+
+def lightning_logger(run: StageRun) -> Any:
+    """A Lightning logger that writes to the stage's run and, like everything here, never fails."""
+    from lightning.pytorch.loggers.logger import Logger
+
+    class StageLogger(Logger):
+        """Training curves of a stage."""
+
+        name, version = run.stage, "0"
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+            """Parameters are logged by the stage."""
+
+        def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+            """Log a point of every curve."""
+            values = {f"training/{key}": float(value) for key, value in metrics.items()}
+            run._quietly(lambda mlflow: mlflow.log_metrics(values, step=step))
+
+    return StageLogger()
 
 
 def upstream_runs(inputs: Sequence[Path]) -> dict[str, str]:
@@ -117,7 +151,7 @@ def _mlflow() -> Any:
     return mlflow
 
 
-def _start(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Path]) -> str:
+def _start(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Path], began: int) -> str:
     mlflow = _mlflow()
     uri = default_uri()
     mlflow.set_tracking_uri(uri)
@@ -125,8 +159,9 @@ def _start(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Path]) ->
         local = uri.startswith("sqlite:///")
         place = (Path(uri.removeprefix("sqlite:///")).resolve().parent / "artifacts").as_uri() if local else None
         mlflow.create_experiment(EXPERIMENT, artifact_location=place)
-    mlflow.set_experiment(EXPERIMENT)
-    run = mlflow.start_run(run_name=stage)
+    experiment = mlflow.set_experiment(EXPERIMENT)
+    created = mlflow.MlflowClient().create_run(experiment.experiment_id, start_time=began, run_name=stage)
+    run = mlflow.start_run(run_id=created.info.run_id)
     tags = {"stage": stage, "git_commit": git_commit() or "unknown"}
     tags |= {f"upstream.{name}": run_id for name, run_id in upstream_runs(inputs).items()}
     mlflow.set_tags(tags | {f"version.{name}": version for name, version in versions().items()})

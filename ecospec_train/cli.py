@@ -1,0 +1,208 @@
+"""`ecospec-train harvest | fit | profile | tune | export | run`: from a target and a drafter to a bundle.
+
+Flags fill the configuration class of a stage; what has no flag of its own is set with `--set key=value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ecospec_runtime.cli import set_threads
+from ecospec_runtime.console import check_writable, handled, new_app, note, write_json
+from ecospec_runtime.errors import UserError
+
+app = new_app("ecospec-train", "Train and tune cost-aware speculative decoding for a mixture-of-experts model.")
+
+TargetOption = Annotated[str, typer.Option(help="Local folder or hub id of the target.")]
+DrafterOption = Annotated[str, typer.Option(help="Local folder or hub id of the drafter.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Any other setting, key=value; may be repeated.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's own choice.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def run_stage(stage: str, flags: dict[str, Any], extra: Sequence[str] | None, json_file: Path | None) -> Any:
+    """Validate flags and `--set` as the stage's configuration, run it, write its result. Raises UserError."""
+    check_writable(json_file)
+    from ecospec_train.pipeline import apply_override
+    from ecospec_train.stages import RUNNERS, config_class
+
+    values = {key: value for key, value in flags.items() if value is not None}
+    for text in extra or ():
+        apply_override(values, text)
+    result = RUNNERS[stage](config_class(stage).model_validate(values))
+    write_json(json_file, as_json(result))
+    return result
+
+
+def as_json(result: Any) -> Any:
+    """A stage's result as plain values: pydantic models and dataclasses alike."""
+    if hasattr(result, "model_dump"):
+        return result.model_dump(mode="json")
+    if hasattr(result, "__dataclass_fields__"):
+        return {name: as_json(getattr(result, name)) for name in result.__dataclass_fields__}
+    if isinstance(result, dict):
+        return {str(key): as_json(value) for key, value in result.items()}
+    if isinstance(result, list | tuple):
+        return [as_json(value) for value in result]
+    return str(result) if isinstance(result, Path) else result
+
+
+@app.command()
+@handled
+def harvest(
+    target: TargetOption,
+    drafter: DrafterOption,
+    prompts: Annotated[str, typer.Option(help="JSONL file or hub data set.")],
+    out: Annotated[Path, typer.Option(help="Folder for the traces.")],
+    max_positions: Annotated[int | None, typer.Option(help="Stop after this many positions.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Of the target's own text, per prompt.")] = None,
+    pool_size: Annotated[int | None, typer.Option(min=1, help="Nodes of a pool; a multiple of its depth.")] = None,
+    pool_depth: Annotated[int | None, typer.Option(min=1, help="Levels of a pool.")] = None,
+    pool_beam: Annotated[int | None, typer.Option(min=1, help="Nodes of a level that are expanded.")] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Positions from one pool to the next; replay is exact at 1.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the trajectory.")] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    max_disk: Annotated[str | None, typer.Option(help="Refuse to write more than this, e.g. 2GB.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted harvest.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or auto.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Processes or GPUs.")] = None,
+    threads: ThreadsOption = None,
+    extra: SetOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Record what the drafter proposes and which experts the target then uses, at every position."""
+    set_threads(threads)
+    flags = {"target": target, "drafter": drafter, "prompts": prompts, "out": out, "max_positions": max_positions,
+             "max_new_tokens": max_new_tokens, "pool": pool_shape(pool_size, pool_depth, pool_beam), "stride": stride,
+             "temperature": temperature, "seed": seed, "max_disk": max_disk, "resume": resume or None, "dtype": dtype,
+             "devices": devices}  # fmt: skip
+    manifest = run_stage("harvest", flags, extra, json_file)
+    note(f"harvest: {manifest.rows} positions -> {out}")
+
+
+def pool_shape(size: int | None, depth: int | None, beam: int | None) -> dict[str, int] | None:
+    """The pool section of a harvest; a pool of `size` nodes is `depth` levels of `size / depth`. Raises UserError."""
+    from ecospec_runtime.config import PoolConfig
+
+    shape = {key: value for key, value in (("depth", depth), ("beam", beam)) if value is not None}
+    if size is not None:
+        levels = depth if depth is not None else PoolConfig().depth
+        if size % levels:
+            raise UserError(f"--pool-size {size}: not a multiple of the pool's depth {levels}; also give --pool-depth")
+        shape["width"] = size // levels
+    return shape or None
+
+
+@app.command()
+@handled
+def fit(
+    traces: Annotated[Path, typer.Option(help="Folder of a harvest.")],
+    out: Annotated[Path, typer.Option(help="Folder for the predictor.")],
+    epochs: Annotated[int | None, typer.Option(min=1)] = None,
+    width: Annotated[int | None, typer.Option(help="Of the predictor's trunk.")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Stop training after this long.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    devices: Annotated[int | None, typer.Option(min=1)] = None,
+    threads: ThreadsOption = None,
+    extra: SetOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Train the predictor of experts and acceptance on traces and export it to ONNX."""
+    set_threads(threads)
+    flags = {"traces": traces, "out": out, "epochs": epochs, "width": width, "max_seconds": max_seconds, "lr": lr,
+             "seed": seed, "devices": devices}  # fmt: skip
+    report = run_stage("fit", flags, extra, json_file)
+    from ecospec_train.fit import misses
+
+    for line in misses(report.metrics):
+        note(f"fit: the predictor {line}")
+    note(f"fit: {report.seconds:.0f} s -> {out}")
+
+
+@app.command()
+@handled
+def profile(
+    target: TargetOption,
+    drafter: DrafterOption,
+    out: Annotated[Path, typer.Option(help="JSON file for the device profile.")],
+    predictor: Annotated[Path | None, typer.Option(help="Predictor folder, to time prediction as well.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or auto.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    threads: ThreadsOption = None,
+    extra: SetOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure what a verification pass costs on this machine, as a function of tokens and experts."""
+    set_threads(threads)
+    flags = {"target": target, "drafter": drafter, "out": out, "predictor": predictor, "dtype": dtype, "device": device}
+    result = run_stage("profile", flags, extra, json_file)
+    note(
+        f"profile: a plain step takes {result.plain_ms:.2f} ms, {result.expert_share:.0%} of it experts; the model is off by "
+        f"{result.heldout_error:.1%} on passes it has not seen -> {out}"
+    )
+
+
+@app.command()
+@handled
+def tune(
+    traces: Annotated[Path, typer.Option(help="Folder of a harvest.")],
+    predictor: Annotated[Path, typer.Option(help="Folder of a fit.")],
+    profile: Annotated[Path, typer.Option(help="File of a profile.")],
+    out: Annotated[Path, typer.Option(help="Folder for the policy.")],
+    trials: Annotated[int | None, typer.Option(min=1)] = None,
+    storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default: SQLite in --out.")] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    extra: SetOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Search the policy that pays most on this device, by exact replay of the traces."""
+    flags = {"traces": traces, "predictor": predictor, "profile": profile, "out": out, "trials": trials,
+             "storage": storage, "seed": seed}  # fmt: skip
+    run_stage("tune", flags, extra, json_file)
+    note(f"tune: -> {out}")
+
+
+@app.command()
+@handled
+def export(
+    predictor: Annotated[Path, typer.Option(help="Folder of a fit.")],
+    policy: Annotated[list[Path], typer.Option(help="Folder of a tune; may be repeated, one per device.")],
+    out: Annotated[Path, typer.Option(help="Folder for the bundle.")],
+    target: Annotated[str | None, typer.Option(help="Where the target lies now, if it has moved.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Where the drafter lies now, if it has moved.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Put predictor, policies, profiles and provenance into one deployable folder."""
+    flags = {"predictor": predictor, "policy": policy, "out": out, "target": target, "drafter": drafter}
+    run_stage("export", flags, None, json_file)
+    note(f"export: -> {out}")
+
+
+@app.command()
+@handled
+def run(
+    pipeline: Annotated[Path, typer.Argument(help="A file of the folder pipelines/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. harvest.max_positions=2000.")] = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Run all stages of a pipeline file in order."""
+    set_threads(threads)
+    from ecospec_train.pipeline import load_pipeline, run_pipeline
+
+    run_pipeline(load_pipeline(pipeline, overrides or ()), note)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""`ecospec-train run NAME.yaml [key=value ...]`: all stages in order, from one file.
+
+name: my-model
+target: owner/model          # folder or hub id
+drafter: owner/head
+prompts: prompts.jsonl
+out: runs/my-model           # gets traces/ predictor/ profile.json policy/ bundle/
+harvest: {max_positions: 20000}
+fit: {}                      # keys of a stage are the fields of its configuration class
+profile: {}
+tune: {trials: 60}
+export: {}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from ecospec_runtime.config import Config
+from ecospec_runtime.errors import UserError
+from ecospec_train.stages import RUNNERS, config_class
+
+STAGES = ("harvest", "fit", "profile", "tune", "export")
+
+
+class PipelineConfig(Config):
+    """A pipeline file. What stages share stands once; a stage's own section may override it."""
+
+    name: str
+    target: str
+    drafter: str
+    prompts: str
+    out: Path
+    harvest: dict[str, Any] = Field(default_factory=dict)
+    fit: dict[str, Any] = Field(default_factory=dict)
+    profile: dict[str, Any] = Field(default_factory=dict)
+    tune: dict[str, Any] = Field(default_factory=dict)
+    export: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a pipeline, ready to run."""
+
+    name: str
+    config: Config
+    inputs: tuple[Path, ...]  # outputs of earlier stages
+    output: Path
+
+
+def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
+    """Read a pipeline file and apply `key=value` or `stage.key=value` overrides. Raises UserError naming key and file."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; see the folder pipelines/ for examples") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}: not valid YAML{where}; check its indentation and quotes") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a mapping of keys to values; see pipelines/quickstart.yaml")
+    for text in overrides:
+        apply_override(values, text)
+    try:
+        config = PipelineConfig.model_validate({k: {} if v is None and k in STAGES else v for k, v in values.items()})
+        return plan(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def apply_override(values: dict[str, Any], text: str) -> None:
+    """Set one `key=value`, dots descend; the value is read as YAML. Raises UserError on anything else."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"override '{text}' is not key=value, as in harvest.max_positions=2000")
+    *parents, last = key.strip().split(".")
+    place: Any = values
+    for part in parents:
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
+        if not isinstance(place, dict):
+            raise UserError(f"override '{text}': '{part}' is a value, not a section")
+    try:
+        place[last] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise UserError(f"override '{text}': the value is not valid YAML; quote it") from None
+
+
+def plan(config: PipelineConfig) -> list[Stage]:
+    """All stages with their configurations validated before the first one runs."""
+    out = config.out
+    traces, predictor, profile, policy = out / "traces", out / "predictor", out / "profile.json", out / "policy"
+    models = {"target": config.target, "drafter": config.drafter}
+    defaults: dict[str, dict[str, Any]] = {
+        "harvest": models | {"prompts": config.prompts, "out": traces, "resume": True},
+        "fit": {"traces": traces, "out": predictor},
+        "profile": models | {"out": profile},
+        "tune": {"traces": traces, "predictor": predictor, "profile": profile, "out": policy},
+        "export": {"predictor": predictor, "policy": policy, "out": out / "bundle"},
+    }
+    stages = []
+    for name in STAGES:
+        section = stage_config(name, defaults[name] | getattr(config, name))
+        inputs = tuple(v for k in ("traces", "predictor", "profile", "policy") if (v := getattr(section, k, None)))
+        stages.append(Stage(name, section, inputs, getattr(section, "out")))  # noqa: B009
+    return stages
+
+
+def stage_config(name: str, values: Mapping[str, Any]) -> Config:
+    """Validate a stage's section; a mistake names the section."""
+    try:
+        return config_class(name).model_validate(dict(values))
+    except UserError as error:
+        raise UserError(f"section '{name}': {error}") from None
+
+
+def never(stage: Stage) -> bool:
+    """Whether a stage may be skipped because nothing changed: not decided yet, so no."""
+    return False
+
+
+def run_pipeline(
+    stages: Sequence[Stage], announce: Callable[[str], None] = print, is_current: Callable[[Stage], bool] = never
+) -> None:
+    """Run the stages in order. `is_current` is the seam for skipping those whose inputs have not changed."""
+    for number, stage in enumerate(stages, 1):
+        if is_current(stage):
+            announce(f"[{number}/{len(stages)}] {stage.name}: unchanged, skipped")
+            continue
+        announce(f"[{number}/{len(stages)}] {stage.name} -> {stage.output}")
+        RUNNERS[stage.name](stage.config)

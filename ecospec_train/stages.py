@@ -1,0 +1,105 @@
+"""The five stages, each under an MLflow run of its own. Commands and pipelines both call these.
+
+Importing this module is cheap; a stage's libraries load when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ecospec_train.tracking import lightning_logger, track
+
+if TYPE_CHECKING:
+    from ecospec_runtime.config import Config
+    from ecospec_train.export import ExportConfig
+    from ecospec_train.fit import FitConfig
+    from ecospec_train.harvest import HarvestConfig
+    from ecospec_train.profile import ProfileConfig
+    from ecospec_train.tune import TuneConfig
+
+
+def run_harvest(config: HarvestConfig) -> Any:
+    """Traces of the target with its drafter; see `ecospec_train.harvest`."""
+    from ecospec_train.harvest import harvest
+
+    with track("harvest", config.model_dump(mode="json"), config.out) as run:
+        manifest = harvest(config)
+        run.log_metrics({"positions": manifest.rows, "shards": len(manifest.shards), "seconds": manifest.seconds})
+        run.log_artifact(config.out / "manifest.json")
+    return manifest
+
+
+def run_fit(config: FitConfig) -> Any:
+    """The predictor, registered as a model version; see `ecospec_train.fit`."""
+    from ecospec_train.fit import fit
+
+    with track("fit", config.model_dump(mode="json"), config.out, [config.traces]) as run:
+        report = fit(config, logger=lightning_logger(run))
+        run.log_metrics(report.metrics)
+        for name in ("metrics.json", "acceptance.json", "manifest.json"):
+            run.log_artifact(config.out / name)
+        run.register_predictor(config.out / "predictor.onnx", model_name(report.predictor))
+    return report
+
+
+def model_name(predictor: Path) -> str:
+    """Registered name of a predictor: one model per target and drafter."""
+    from ecospec_runtime.predictor import load_manifest
+
+    manifest = load_manifest(predictor)
+    parts = [Path(str(side.get("id", ""))).name or "unknown" for side in (manifest.target, manifest.drafter)]
+    return "ecospec-" + "-".join(parts)
+
+
+def run_profile(config: ProfileConfig) -> Any:
+    """Cost of a pass on this machine; see `ecospec_train.profile`."""
+    from ecospec_train.profile import profile
+
+    with track("profile", config.model_dump(mode="json"), config.out) as run:
+        result = profile(config)
+        run.log_metrics(result.model_dump(mode="json"))
+        run.log_artifact(config.out)
+    return result
+
+
+def run_tune(config: TuneConfig) -> Any:
+    """The policy that pays most on a profile; see `ecospec_train.tune`."""
+    from ecospec_train.tune import tune
+
+    inputs = [config.traces, config.predictor, config.profile]
+    with track("tune", config.model_dump(mode="json"), config.out, inputs) as run:
+        result = tune(config)
+        run.log_metrics(result.model_dump(mode="json") if hasattr(result, "model_dump") else {})
+        for path in sorted(config.out.glob("*.json")):
+            run.log_artifact(path)
+    return result
+
+
+def run_export(config: ExportConfig) -> Any:
+    """The bundle; see `ecospec_train.export`."""
+    from ecospec_train.export import export
+
+    with track("export", config.model_dump(mode="json"), config.out, [config.predictor, config.policy]) as run:
+        bundle = export(config)
+        run.log_artifact(config.out)
+    return bundle
+
+
+def config_class(stage: str) -> type[Config]:
+    """The configuration class of a stage, imported on demand."""
+    from importlib import import_module
+
+    module = import_module(f"ecospec_train.{stage}")
+    found: type[Config] = getattr(module, f"{stage.capitalize()}Config")
+    return found
+
+
+RUNNERS: dict[str, Callable[[Any], Any]] = {
+    "harvest": run_harvest,
+    "fit": run_fit,
+    "profile": run_profile,
+    "tune": run_tune,
+    "export": run_export,
+}
