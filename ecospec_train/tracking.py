@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import git_commit, versions
 
@@ -184,7 +185,7 @@ def _attempt(action: Callable[[], Any]) -> Any:
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         if type(error).__name__ not in _warned:
             _warned.add(type(error).__name__)
-            warnings.warn(f"MLflow tracking failed ({line}); the stage goes on without it", stacklevel=2)
+            note(f"warning: MLflow tracking failed ({line}); the stage goes on without it")
         return None
 
 
