@@ -35,8 +35,9 @@ class DeviceProfile(BaseModel):
         """Predicted time of a pass over `nodes` tokens (root included) that touches `union` (layer, expert) pairs."""
         return self.fixed_ms + self.per_token_ms * nodes + self.per_expert_ms * union + self.per_context_ms * context
 
-    def draft_ms(self, levels: int) -> float:
-        """Time of catching up and expanding `levels` levels, prediction and selection included; 0 for no draft."""
+    def draft_ms(self, levels: int, predicts: bool = True) -> float:
+        """Time of catching up, expanding `levels` levels, predicting (if `predicts`) and selecting; 0 for no draft."""
         if levels == 0:
             return 0.0
-        return self.draft_fixed_ms + self.draft_level_ms * (levels - 1) + self.predict_ms + self.select_ms
+        predict_ms = self.predict_ms if predicts else 0.0
+        return self.draft_fixed_ms + self.draft_level_ms * (levels - 1) + predict_ms + self.select_ms

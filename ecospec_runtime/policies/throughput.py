@@ -42,6 +42,7 @@ class ThroughputPolicy(Config):
     name: ClassVar[str] = "throughput"
     drafts: ClassVar[bool] = True
     needs_routing: ClassVar[bool] = True
+    needs_profile: ClassVar[bool] = True
 
     def select(self, candidates: Candidates, profile: DeviceProfile, context: int) -> list[int]:
         """See `Policy.select`."""

@@ -1,0 +1,230 @@
+"""Exact replay of recorded traces: what a policy would have accepted, and what that would have cost on a device.
+
+Start at the first position of a prompt; choose a set from the pool recorded there; follow `next_tokens` from the root
+through the set; jump ahead by what was emitted. Time is the device profile's, for the union of experts that root and set
+really used. Scoring runs once, through the same code as live decoding, so that a policy chooses here what it would choose
+there; each replay then only selects and walks.
+
+Exact for policies that choose from the recorded pool or cut its depth, on traces with a pool at every position.
+Legend: n nodes of a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+
+from ecospec_runtime.acceptance import AcceptanceKind, acceptance
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.policies import Policy, PolicySpec, build_policy
+from ecospec_runtime.pool import Candidates, pack_masks, path_products
+from ecospec_runtime.predictor import Embed, Predictor
+from ecospec_runtime.scoring import Scorer
+from ecospec_train.traces import Traces, TraceShard
+
+MAX_PRICE_ROUNDS = 6
+PRICE_TOLERANCE = 1e-3  # relative change of the rate at which the price counts as found
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRow:
+    """One position, reduced to what selection and verification look at."""
+
+    context: int  # cached tokens before the root
+    next_tokens: list[int]  # [n + 1] what verification emits after root and nodes
+    used: list[int]  # [n + 1] experts that root and nodes really used, as bit sets
+    tokens: list[int]  # [n]
+    parents: list[int]  # [n]
+    level_ends: list[int]  # nodes of depth <= 0, 1, 2, ...
+    candidates: dict[AcceptanceKind, Candidates]
+
+
+@dataclass(frozen=True)
+class ReplayRows:
+    """Positions to replay, prompt by prompt, in order."""
+
+    prompts: list[list[ReplayRow]]
+    layers: int
+    depth: int  # levels of the recorded pools
+    best: AcceptanceKind  # the predictor's best kind; raw without a predictor
+
+    def __len__(self) -> int:
+        return sum(len(rows) for rows in self.prompts)
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What a policy achieves, in totals and per pass."""
+
+    policy: str  # its text form
+    tokens: int
+    passes: int
+    ms: float
+    draft_ms: float  # part of `ms` spent on drafting, prediction and selection
+    tokens_per_ms: float
+    accept_length: float  # tokens per pass
+    nodes: float  # chosen per pass, the root not counted
+    experts_per_layer: float  # really used per pass
+    draft_share: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-compatible form."""
+        return asdict(self)
+
+
+def load_rows(
+    traces: Traces, predictor: Predictor | None, prompts: set[int] | None = None, max_positions: int | None = None
+) -> ReplayRows:
+    """Score and pack the rows of `prompts` (None: all), in the order of the traces, whole prompts up to `max_positions`.
+
+    Without a predictor only acceptance `raw` and policies that need no routing can be replayed. UserError for traces
+    with gaps between positions, or a predictor of another target.
+    """
+    manifest = traces.manifest
+    if manifest.stride != 1:
+        raise UserError(f"{traces.path}: replay needs a pool at every position; harvest with --stride 1")
+    if predictor is not None and predictor.manifest.target["fingerprint"] != manifest.target.fingerprint:
+        made = str(predictor.manifest.target["id"])
+        raise UserError(f"{traces.path}: traces of {manifest.target.id}, but the predictor was fitted for {made}")
+    kind: AcceptanceKind = "raw" if predictor is None else "head"
+    scorer = Scorer(predictor, kind, manifest.target.moe_layers, manifest.target.experts)
+    embed = traces.embedding()
+    kept: list[list[ReplayRow]] = []
+    count = 0
+    for shard, rows in prompts_of(traces):
+        if max_positions is not None and count >= max_positions:
+            break
+        if prompts is None or int(shard.prompt_id[rows[0]]) in prompts:
+            kept.append([pack_row(shard, row, scorer, embed) for row in rows])
+            count += len(rows)
+    if not kept:
+        raise UserError(f"{traces.path}: no positions of the prompts asked for; harvest more")
+    best = predictor.acceptance.best if predictor is not None else "raw"
+    return ReplayRows(kept, manifest.target.moe_layers, manifest.pool.depth, best)
+
+
+def prompts_of(traces: Traces) -> Iterator[tuple[TraceShard, range]]:
+    """Every prompt of the traces: its shard, and its rows there."""
+    for shard in traces.shards():
+        starts = np.flatnonzero(np.diff(shard.prompt_id, prepend=shard.prompt_id[:1] - 1))
+        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(shard)], strict=True):
+            yield shard, range(start, end)
+
+
+def pack_row(shard: TraceShard, row: int, scorer: Scorer, embed: Embed) -> ReplayRow:
+    """Score one row by every kind of acceptance model there is and drop what selection does not read."""
+    pool = shard.pool(row)
+    if np.any(np.diff(pool.depths) < 0):
+        raise UserError(f"row {row} of a shard: its pool is not level by level; harvest again")
+    predictor = scorer.predictor
+    scored = scorer.score(pool, embed, needs_routing=predictor is not None)
+    slim = replace(
+        pool, states=np.zeros((0, 0), np.float32), entropies=np.zeros(0, np.float32), temperatures=(),
+        log_normalizers=np.zeros((0, 0), np.float32),
+    )  # fmt: skip
+    candidates: dict[AcceptanceKind, Candidates] = {}
+    for kind in get_args(AcceptanceKind) if predictor is not None else ("raw",):
+        accepted = scored.acceptance if kind == scorer.kind else acceptance(pool, kind, scorer.model)
+        reach = path_products(accepted, pool.parents)
+        candidates[kind] = replace(scored, pool=slim, acceptance=accepted, reach=reach)
+    deepest = int(pool.depths.max(initial=0))
+    return ReplayRow(
+        context=int(shard.context[row]), next_tokens=shard.next_tokens_of(row).tolist(),
+        used=pack_masks(shard.routing_of(row), scorer.experts), tokens=pool.tokens.tolist(),
+        parents=pool.parents.tolist(), candidates=candidates,
+        level_ends=np.searchsorted(pool.depths, np.arange(deepest + 1), side="right").tolist(),
+    )  # fmt: skip
+
+
+def cut(candidates: Candidates, nodes: int) -> Candidates:
+    """The first `nodes` nodes: what a shallower expansion would have given, as levels come one after the other."""
+    pool = candidates.pool
+    columns = ("tokens", "parents", "depths", "ranks", "log_probs", "state_rows")
+    shallow = replace(pool, **{name: getattr(pool, name)[:nodes] for name in columns})
+    return replace(
+        candidates, pool=shallow, acceptance=candidates.acceptance[:nodes], reach=candidates.reach[:nodes],
+        masks=candidates.masks[:nodes],
+    )  # fmt: skip
+
+
+def replay(spec: PolicySpec, rows: ReplayRows, profile: DeviceProfile, oracle: bool = False) -> ReplayResult:
+    """Replay a policy over all rows. `oracle`: selection sees the experts really used, the ceiling of any predictor.
+
+    UserError if the policy or its acceptance model needs a predictor and `rows` were scored without one.
+    """
+    policy, kind = build_policy(spec), spec.acceptance_kind(rows.best)
+    if kind not in rows.prompts[0][0].candidates:
+        raise UserError(f"policy '{spec}': acceptance={kind} needs a predictor; give one, or use acceptance=raw")
+    depth = rows.depth if spec.depth is None else min(spec.depth, rows.depth)
+    drafting = profile.draft_ms(depth, policy.needs_routing or kind == "head") if policy.drafts else 0.0
+    tokens = passes = nodes = experts = 0
+    ms = 0.0
+    for prompt in rows.prompts:
+        position = 0
+        while position < len(prompt):
+            row = prompt[position]
+            chosen = select(row, policy, kind, depth, profile, oracle) if policy.drafts else []
+            union = row.used[0]
+            for node in chosen:
+                union |= row.used[node + 1]
+            emitted = 1 + accepted(row, chosen)
+            ms += profile.pass_ms(1 + len(chosen), union.bit_count(), row.context) + drafting
+            position += emitted
+            tokens, passes, nodes = tokens + emitted, passes + 1, nodes + len(chosen)
+            experts += union.bit_count()
+    return ReplayResult(
+        policy=str(spec), tokens=tokens, passes=passes, ms=ms, draft_ms=drafting * passes, tokens_per_ms=tokens / ms,
+        accept_length=tokens / passes, nodes=nodes / passes, experts_per_layer=experts / passes / rows.layers,
+        draft_share=drafting * passes / ms,
+    )  # fmt: skip
+
+
+def select(
+    row: ReplayRow, policy: Policy, kind: AcceptanceKind, depth: int, profile: DeviceProfile, oracle: bool
+) -> list[int]:
+    """What the policy chooses at a row, from the first `depth` levels of its pool."""
+    candidates = row.candidates[kind]
+    if oracle:
+        candidates = replace(candidates, masks=row.used[1:], root_mask=row.used[0])
+    if depth < len(row.level_ends) - 1:
+        candidates = cut(candidates, row.level_ends[depth])
+    return policy.select(candidates, profile, row.context)
+
+
+def accepted(row: ReplayRow, chosen: list[int]) -> int:
+    """How many of the `chosen` nodes (ascending) verification accepts."""
+    at, count = -1, 0
+    for node in chosen:
+        if row.parents[node] == at and row.tokens[node] == row.next_tokens[at + 1]:
+            at, count = node, count + 1
+    return count
+
+
+def replay_at_best_price(
+    spec: PolicySpec, rows: ReplayRows, profile: DeviceProfile, start: float | None = None, scale: float = 1.0
+) -> tuple[PolicySpec, ReplayResult]:
+    """Find the price of `throughput` by Dinkelbach's iteration on totals: the next price is the rate just achieved.
+
+    `start` is a first price in tokens per ms (None: plain decoding's rate). `scale` times the rate is the price; 1 is
+    right for calibrated probabilities, more for optimistic ones. Returns the spec with the price that did best, and its
+    result. Policies without a price are replayed as they are.
+    """
+    if spec.name != "throughput":
+        return spec, replay(spec, rows, profile)
+    price = scale * (start or 1.0 / profile.plain_ms)
+    best: tuple[PolicySpec, ReplayResult] | None = None
+    for _ in range(MAX_PRICE_ROUNDS):
+        priced = spec.model_copy(update={"parameters": {**spec.parameters, "price": price}})
+        result = replay(priced, rows, profile)
+        if best is None or result.tokens_per_ms > best[1].tokens_per_ms:
+            best = priced, result
+        change = abs(scale * result.tokens_per_ms / price - 1.0)
+        price = scale * result.tokens_per_ms
+        if change < PRICE_TOLERANCE:
+            break
+    assert best is not None
+    return best

@@ -1,0 +1,180 @@
+"""Replay against an independent, slow simulation, and the search for the price of `throughput`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.policies import build_policy, parse_policy
+from ecospec_runtime.pool import Candidates, Pool
+from ecospec_runtime.predictor import Prediction
+from ecospec_runtime.scoring import Scorer
+from ecospec_train.replay import ReplayRows, load_rows, replay, replay_at_best_price
+from ecospec_train.traces import Traces, TraceShard
+from tests.train.synthetic import EXPERTS, LAYERS, TOP_K, World, write_traces
+
+
+class NearlyRightPredictor:
+    """Reads the context out of the root's state and knows the invented target's tables; errs on every fifth token."""
+
+    def __init__(self, fingerprint: str = "t" * 64):
+        self.world = World(0)
+        self.shapes = SimpleNamespace(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+        self.manifest = SimpleNamespace(target={"fingerprint": fingerprint, "id": "invented"})
+        self.acceptance = AcceptanceModel(best="head", temperature=0.7, logistic=LogisticWeights(depth=-0.1, bias=0.3))
+
+    def predict(self, pool: Pool, embed: object) -> Prediction:
+        world, tokens = self.world, np.concatenate(([pool.root_token], pool.tokens)).astype(np.int64)
+        seen = pool.states[1] - world.states[pool.root_token]
+        context = int(((world.contexts - seen) ** 2).sum(-1).argmin())
+        routing = np.zeros((len(tokens), LAYERS, EXPERTS), np.float32)
+        np.put_along_axis(routing, world.routing[context, tokens].astype(np.int64), 1.0, axis=-1)
+        routing[tokens % 5 == 0] = np.sin(np.arange(LAYERS * EXPERTS)).reshape(LAYERS, EXPERTS)
+        logits = world.logits[context, tokens[pool.parents + 1]]
+        chances = np.exp(logits[np.arange(len(pool)), pool.tokens]) / np.exp(logits).sum(-1)
+        others = 1.0 - np.bincount(pool.parents + 1, chances)[pool.parents + 1]
+        return Prediction(routing, np.concatenate(([0.0], np.log(chances / others))).astype(np.float32))
+
+
+def make_profile(per_expert_ms: float = 0.05, draft_level_ms: float = 0.02, **changes: float) -> DeviceProfile:
+    plain = 0.2 + 0.01 + per_expert_ms * LAYERS * TOP_K
+    values = {"fixed_ms": 0.2, "per_token_ms": 0.01, "per_expert_ms": per_expert_ms, "per_context_ms": 1e-4,
+              "draft_level_ms": draft_level_ms, "draft_fixed_ms": 0.03, "predict_ms": 0.01, "select_ms": 0.004,
+              "heldout_error": 0.0, "plain_ms": plain, "expert_share": 0.5}  # fmt: skip
+    return DeviceProfile(device="d", slug="d-float32-1t", dtype="float32", threads=1, versions={}, **(values | changes))
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
+def traces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traces:
+    folder = tmp_path_factory.mktemp("replay")
+    return Traces(write_traces(folder, prompts=8, positions=12, temperature=request.param, shard_rows=50))
+
+
+@pytest.fixture(scope="module")
+def rows(traces: Traces) -> ReplayRows:
+    return load_rows(traces, NearlyRightPredictor())  # type: ignore[arg-type]
+
+
+POLICIES = [
+    "off", "confidence:budget=3", "confidence:budget=6,acceptance=temperature,depth=2", "confidence:budget=5,acceptance=head",
+    "ratio:budget=4,epsilon=0.5,acceptance=logistic", "ratio:budget=6,depth=1", "throughput:price=0.6",
+    "throughput:price=0.4,acceptance=raw,depth=2,capacity=5",
+]  # fmt: skip
+
+
+def shallow(pool: Pool, depth: int) -> Pool:
+    """The pool without its deeper levels, node by node."""
+    keep = [i for i in range(len(pool)) if pool.depths[i] <= depth]
+    columns = ("tokens", "parents", "depths", "ranks", "log_probs", "state_rows")
+    return replace(pool, **{name: getattr(pool, name)[keep] for name in columns})
+
+
+def slow_steps(
+    traces: Traces, text: str, profile: DeviceProfile, oracle: bool
+) -> Iterator[tuple[int, int, int, float]]:
+    """(emitted, nodes, experts, ms) of each pass, straight from the columns with sets and recursion."""
+    spec = parse_policy(text)
+    policy, kind = build_policy(spec), spec.acceptance_kind("head")
+    scorer = Scorer(NearlyRightPredictor(), kind, LAYERS, EXPERTS)  # type: ignore[arg-type]
+    embed = traces.embedding()
+    positions: dict[tuple[int, int], tuple[TraceShard, int]] = {}
+    for shard in traces.shards():
+        positions |= {(int(shard.prompt_id[r]), int(shard.position[r])): (shard, r) for r in range(len(shard))}
+    for prompt in sorted({p for p, _ in positions}):
+        position = 0
+        while (prompt, position) in positions:
+            shard, row = positions[prompt, position]
+            pool = shallow(shard.pool(row), spec.depth or 99)
+            routing, next_tokens = shard.routing_of(row), shard.next_tokens_of(row)
+            experts = [{(layer, e) for layer in range(LAYERS) for e in node[layer].tolist()} for node in routing]
+            candidates = scorer.score(pool, embed, needs_routing=True)
+            if oracle:
+                candidates = with_true_routing(candidates, experts)
+            chosen = set(policy.select(candidates, profile, int(shard.context[row])))
+
+            def follow(at: int, pool: Pool = pool, chosen: set[int] = chosen, wanted: np.ndarray = next_tokens) -> int:
+                hit = [i for i in chosen if pool.parents[i] == at and pool.tokens[i] == wanted[at + 1]]
+                return 1 + (follow(hit[0]) if hit else 0)
+
+            used = set().union(experts[0], *(experts[i + 1] for i in chosen))
+            ms = 0.2 + 0.01 * (1 + len(chosen)) + 0.05 * len(used) + 1e-4 * int(shard.context[row])
+            if policy.drafts:
+                ms += 0.03 + 0.02 * (min(spec.depth or 3, 3) - 1) + 0.004
+                ms += 0.01 if policy.needs_routing or kind == "head" else 0.0
+            emitted = follow(-1)
+            yield emitted, len(chosen), len(used), ms
+            position += emitted
+
+
+def with_true_routing(candidates: Candidates, experts: list[set[tuple[int, int]]]) -> Candidates:
+    masks = [sum(1 << (layer * EXPERTS + e) for layer, e in used) for used in experts]
+    return replace(candidates, masks=masks[1 : len(candidates) + 1], root_mask=masks[0])
+
+
+@pytest.mark.parametrize("oracle", [False, True])
+@pytest.mark.parametrize("text", POLICIES)
+def test_replay_equals_a_slow_simulation(traces: Traces, rows: ReplayRows, text: str, oracle: bool) -> None:
+    profile = make_profile()
+    steps = np.array(list(slow_steps(traces, text, profile, oracle)))
+    result = replay(parse_policy(text), rows, profile, oracle)
+    assert result.tokens == steps[:, 0].sum()
+    assert result.passes == len(steps)
+    assert result.nodes == pytest.approx(steps[:, 1].mean())
+    assert result.experts_per_layer == pytest.approx(steps[:, 2].mean() / LAYERS)
+    assert result.ms == pytest.approx(steps[:, 3].sum())
+    assert result.tokens_per_ms == pytest.approx(steps[:, 0].sum() / steps[:, 3].sum())
+    assert result.accept_length == pytest.approx(steps[:, 0].mean())
+
+
+def test_off_emits_one_token_per_position(rows: ReplayRows) -> None:
+    result = replay(parse_policy("off"), rows, make_profile())
+    assert (result.tokens, result.passes, result.draft_share) == (len(rows), len(rows), 0.0)
+    assert result.experts_per_layer == TOP_K
+
+
+def test_speculation_accepts_something(rows: ReplayRows) -> None:
+    assert replay(parse_policy("confidence:budget=8"), rows, make_profile()).accept_length > 1.2
+
+
+def test_price_by_dinkelbach_beats_a_grid(tmp_path: Path) -> None:
+    rows = load_rows(Traces(write_traces(tmp_path, 30, 12, temperature=1.0)), NearlyRightPredictor())  # type: ignore[arg-type]
+    profile = make_profile()
+    spec, best = replay_at_best_price(parse_policy("throughput"), rows, profile)
+    rates = {p: replay(parse_policy(f"throughput:price={p}"), rows, profile).tokens_per_ms
+             for p in np.linspace(0.2, 3.0, 12) / profile.plain_ms}  # fmt: skip
+    assert best.tokens_per_ms >= 0.98 * max(rates.values()) > 1.1 * min(rates.values())
+    assert replay(spec, rows, profile) == best
+    assert spec.parameters["price"] == pytest.approx(best.tokens_per_ms, rel=0.1)
+
+
+def test_without_predictor_only_raw_can_be_replayed(traces: Traces) -> None:
+    bare = load_rows(traces, None)
+    assert replay(parse_policy("confidence:budget=2"), bare, make_profile()).passes > 0
+    with pytest.raises(UserError, match="acceptance=head needs a predictor"):
+        replay(parse_policy("confidence:acceptance=head"), bare, make_profile())
+    with pytest.raises(UserError, match="predictor"):
+        replay(parse_policy("throughput"), bare, make_profile())
+
+
+def test_prompts_are_chosen_whole(traces: Traces) -> None:
+    some = load_rows(traces, None, prompts={1, 4, 5, 7}, max_positions=20)
+    assert [len(prompt) for prompt in some.prompts] == [12, 12]
+    with pytest.raises(UserError, match="no positions"):
+        load_rows(traces, None, prompts={99})
+
+
+def test_foreign_or_sparse_traces_are_refused(traces: Traces, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="predictor was fitted for"):
+        load_rows(traces, NearlyRightPredictor("x" * 64))  # type: ignore[arg-type]
+    sparse = Traces(write_traces(tmp_path, prompts=2, positions=2))
+    sparse.manifest.stride = 4
+    with pytest.raises(UserError, match="--stride 1"):
+        load_rows(sparse, None)
