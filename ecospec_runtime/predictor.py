@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ecospec_runtime.acceptance import AcceptanceModel, node_scalars
+from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Floats, Ints, Pool, pack_masks
 
@@ -52,6 +53,7 @@ class PredictorManifest(BaseModel):
     shapes: PredictorShapes
     target: dict[str, object]  # as the traces recorded it: id, architecture, fingerprint, ...
     drafter: dict[str, object]
+    pool: PoolConfig = PoolConfig()  # of the traces: the trees that decoding must grow for replayed policies to hold
     temperature: float  # of the trajectory that the acceptance labels come from
     traces: str  # fingerprint of the traces
     heldout_prompts: list[int]  # prompt ids of the traces that the fit never saw: honest material for tuning
