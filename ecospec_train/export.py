@@ -1,0 +1,147 @@
+"""Predictor and tuned policies become one deployable bundle with a model card: `ecospec-train export`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import field_validator
+
+from ecospec_runtime.bundle import (
+    Bundle,
+    DevicePolicy,
+    DrafterInfo,
+    Manifest,
+    Provenance,
+    TargetInfo,
+    load_bundle,
+    parse_json_file,
+    vocabulary_sha256,
+    write_manifest,
+)
+from ecospec_runtime.config import Config
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.machine import git_commit, versions
+from ecospec_runtime.predictor import METRICS_FILE, PredictorManifest, load_manifest
+from ecospec_train.model_card import model_card
+
+PREDICTOR_FILES = ("predictor.onnx", "predictor.safetensors", "acceptance.json", METRICS_FILE)
+
+
+class ExportConfig(Config):
+    """Settings of `export`."""
+
+    predictor: Path
+    policy: tuple[Path, ...]  # folders of `tune`, one per device
+    out: Path
+    target: str | None = None  # where the target lies, if not where the harvest found it
+    drafter: str | None = None
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str | Path) else value
+
+
+def export(config: ExportConfig) -> Bundle:
+    """Write a bundle and load it back. Raises UserError for missing or foreign inputs, or a folder that is something else."""
+    fitted = load_manifest(config.predictor)
+    policies = collect_policies(config.policy)
+    target = TargetInfo.model_validate(fitted.target | {"vocabulary_sha256": None})
+    target.id = config.target or target.id
+    target.vocabulary_sha256 = vocabulary_sha256(load_tokenizer(target.id))
+    drafter = DrafterInfo.model_validate(fitted.drafter)
+    drafter.id = config.drafter or drafter.id
+    metrics = parse_metrics(config.predictor / METRICS_FILE)
+    with replacing(config.out) as folder:
+        for name in PREDICTOR_FILES:
+            source = config.predictor / name
+            if not source.is_file():
+                raise UserError(f"{source}: missing; run `ecospec-train fit` again")
+            shutil.copyfile(source, folder / name)
+        (folder / "policies").mkdir()
+        for slug, policy in policies.items():
+            (folder / "policies" / f"{slug}.json").write_text(policy.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        manifest = Manifest(
+            target=target, drafter=drafter, pool=fitted.pool, predictor=fitted, metrics=metrics,
+            policies=list(policies), files={}, provenance=provenance(fitted),
+        )  # fmt: skip
+        (folder / "README.md").write_text(model_card(manifest, policies), encoding="utf-8")
+        write_manifest(folder, manifest)
+    return load_bundle(config.out)
+
+
+def collect_policies(folders: tuple[Path, ...]) -> dict[str, DevicePolicy]:
+    """Device slug -> policy over the `policies/*.json` of all folders. Raises UserError if there are none, or two for a device."""
+    found: dict[str, DevicePolicy] = {}
+    for folder in folders:
+        files = sorted((folder / "policies").glob("*.json"))
+        if not files:
+            raise UserError(f"{folder}: holds no policies/<device>.json; run `ecospec-train tune --out {folder}` first")
+        for path in files:
+            policy: DevicePolicy = parse_json_file(path, DevicePolicy)
+            slug = policy.profile.slug
+            if slug in found:
+                raise UserError(f"{path}: a second policy for the device {slug}; pass only one --policy folder for it")
+            found[slug] = policy
+    return found
+
+
+def load_tokenizer(target: str) -> Any:
+    """The target's tokenizer, whose vocabulary the bundle is bound to. Raises UserError if it cannot be found."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(target)
+    except (OSError, ValueError, KeyError) as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"target {target}: its tokenizer cannot be read ({line}); pass --target with its place"
+        ) from None
+
+
+def parse_metrics(path: Path) -> dict[str, Any]:
+    """The figures of a fit."""
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); run `ecospec-train fit` again") from None
+    if not isinstance(metrics, dict):
+        raise UserError(f"{path}: not a JSON object; run `ecospec-train fit` again")
+    return metrics
+
+
+def provenance(fitted: PredictorManifest) -> Provenance:
+    """When, by what, from which code and which traces."""
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return Provenance(
+        created=datetime.now(UTC).isoformat(timespec="seconds"), command=command, git_commit=git_commit(),
+        dataset_sha256=fitted.traces, versions=versions(),
+    )  # fmt: skip
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[Path]:
+    """A fresh folder beside `out` that takes its place once filled. Refuses to replace anything but a bundle."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "manifest.json").is_file())):
+        raise UserError(f"{out}: exists and is not a bundle; choose another --out or remove it")
+    draft = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); choose another --out") from None
+    try:
+        yield draft
+        if out.exists():
+            shutil.rmtree(out)
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
