@@ -1,0 +1,312 @@
+"""Train the EAGLE-3 head of the reference target, with the unrolled-step loss ("training-time test").
+
+    python -m pipelines.reference.head --corpus runs/reference/corpus --target runs/reference/target \
+        --out runs/reference/head --minutes 30
+
+Step 0 runs over every row of a window on the target's own features; step k feeds the head its pre-norm states of step k-1,
+on chains that start at sampled rows. A chain's row sees the true rows up to its start and its own chain, exactly what it
+will see when it drafts. Loss: cross-entropy against the target's distribution, weighted by `DECAY`^k; probability outside
+the draft vocabulary is left out, so a position counts by the mass that the head can express. Writes the flat published
+layout (`config.json`, `model.safetensors` in bf16) and `training.json`. `--init DIR` continues from an earlier head.
+
+Legend of shapes: B windows, T tokens, J = T - 1 rows, C chains, N = B*J or B*C, H hidden, V draft vocabulary, G key-value
+heads, g query heads per key-value head, D head dim, k steps so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from transformers import Qwen3MoeForCausalLM
+
+from ecospec_runtime.drafters.eagle3 import Eagle3Head, HeadWeights, fill, rope_tables
+from ecospec_runtime.drafters.eagle3_config import HeadConfig, checked_map, read_head_config, read_tensors
+from pipelines.reference.muon import Muon
+from pipelines.reference.target import CONTEXT, Windows
+
+DRAFT_VOCABULARY = 2048
+INTERMEDIATE = 512
+DECAY = 0.9
+
+
+def frequent_ids(path: Path, vocabulary: int, count: int = DRAFT_VOCABULARY) -> Tensor:
+    """The `count` most frequent token ids of a token array, ascending."""
+    counts = np.bincount(np.load(path, mmap_mode="r"), minlength=vocabulary)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
+
+
+def head_config(target: Qwen3MoeForCausalLM) -> HeadConfig:
+    """Architecture of the reference head: the target's heads, a dense MLP, the target's embedding."""
+    c = target.config
+    n = c.num_hidden_layers
+    return HeadConfig(
+        hidden_size=c.hidden_size, target_hidden_size=c.hidden_size, heads=c.num_attention_heads,
+        kv_heads=c.num_key_value_heads, head_dim=c.head_dim, intermediate_size=INTERMEDIATE, vocab_size=c.vocab_size,
+        draft_vocab_size=DRAFT_VOCABULARY, aux_layers=(2, n // 2, n - 3), rope=dict(c.rope_parameters),
+        max_positions=c.max_position_embeddings, eps=c.rms_norm_eps,
+    )  # fmt: skip
+
+
+def new_head(target: Qwen3MoeForCausalLM, ids_V: Tensor) -> Eagle3Head:
+    """A head whose layer starts as the identity and whose output matrix is the target's own rows."""
+    head = Eagle3Head(head_config(target))
+    for name, p in head.named_parameters():
+        if p.ndim == 2:
+            nn.init.normal_(p, std=0.02)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(p)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head.weight[ids_V])
+        head.norm.weight.copy_(target.model.norm.weight)
+    return head
+
+
+def load_head(folder: Path, target: Qwen3MoeForCausalLM) -> tuple[Eagle3Head, Tensor]:
+    """An earlier head in the flat layout, in float32, and its target ids."""
+    tensors = read_tensors(folder)
+    config = read_head_config(folder, SimpleNamespace(config=target.config), tensors)
+    ids_V = checked_map(config, tensors, str(folder))
+    head = Eagle3Head(config)
+    fill(head, {k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}, str(folder))
+    return head, ids_V
+
+
+def save_head(head: Eagle3Head, ids_V: Tensor, out: Path) -> None:
+    """Write the flat published layout: `model.safetensors` in bf16 with d2t offsets and t2d, flat `config.json`."""
+    out.mkdir(parents=True, exist_ok=True)
+    c = head.config
+    tensors = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in head.state_dict().items()}
+    tensors["d2t"] = ids_V - torch.arange(len(ids_V))
+    tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids_V, True)
+    temporary = out / "model.safetensors.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.rename(out / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "hidden_size": c.hidden_size, "target_hidden_size": c.target_hidden_size,
+        "intermediate_size": c.intermediate_size, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim, "vocab_size": c.vocab_size, "draft_vocab_size": c.draft_vocab_size, "hidden_act": "silu",
+        "rms_norm_eps": c.eps, "rope_theta": c.rope["rope_theta"], "max_position_embeddings": c.max_positions,
+        "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        # ids as layer outputs here: output of layer i is what enters layer i + 1
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in c.aux_layers], "use_aux_hidden_state": True,
+                         "norm_before_fc": False},
+    }  # fmt: skip
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+
+
+class Unroll:
+    """Step 0 over all rows of a batch of windows, then chains; yields states and the window positions they predict.
+
+    Row j pairs the features at position j with token j + 1 and predicts token j + 2, whose distribution the target gives
+    at position j + 1.
+    """
+
+    def __init__(self, w: HeadWeights, embed_BTH: Tensor, features_BTF: Tensor, rope: tuple[Tensor, Tensor]):
+        self.w, self.rope, self.embed = w, rope, embed_BTH
+        self.batch, self.rows = embed_BTH.shape[0], embed_BTH.shape[1] - 1
+        self.features = features_BTF[:, :-1]
+        self.chain_keys: list[Tensor] = []  # per step [B, C, G, D]
+        self.chain_values: list[Tensor] = []
+
+    def first(self) -> Tensor:
+        """States `[B, J, H]` of step 0: causal attention over the true rows."""
+        c = self.w.config
+        cos, sin = (table[: self.rows] for table in self.rope)
+        h = self.w.fuse(self.features)
+        residual, q, k, v = self.w.project(self.embed[:, 1:], h, (cos, sin))
+        self.keys, self.values = k.transpose(1, 2), v.transpose(1, 2)  # [B, G, J, D]
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2), self.keys, self.values, is_causal=True, scale=1.0, enable_gqa=c.groups > 1
+        )
+        self.states = self.w.finish(residual, attended.transpose(1, 2).flatten(2))
+        return self.states
+
+    def choose(self, starts_C: Tensor) -> None:
+        """Start chains at these rows (the last start must leave room for every step)."""
+        self.starts = starts_C
+        self.h = self.states[:, starts_C]
+        self.hidden_CJ = torch.arange(self.rows) > starts_C[:, None]
+
+    def step(self, k: int) -> Tensor:
+        """States `[B, C, H]` of step k of every chain: row start + k on the state of step k - 1."""
+        c = self.w.config
+        rows = self.starts + k
+        rope = (self.rope[0][rows], self.rope[1][rows])
+        residual, q, key, value = self.w.project(self.embed[:, rows + 1], self.h, rope)
+        self.chain_keys.append(key)
+        self.chain_values.append(value)
+        q = q.unflatten(2, (c.kv_heads, c.groups)).permute(0, 2, 1, 3, 4)  # [B, G, C, g, D]
+        true = q.flatten(2, 3) @ self.keys.transpose(2, 3)
+        true = true.unflatten(2, (-1, c.groups)).masked_fill(self.hidden_CJ[:, None], -torch.inf)  # [B, G, C, g, J]
+        keys = torch.stack(self.chain_keys, dim=3).permute(0, 2, 1, 4, 3)  # [B, G, C, D, k]
+        values = torch.stack(self.chain_values, dim=2).permute(0, 3, 1, 2, 4)  # [B, G, C, k, D]
+        weights = torch.cat((true, q @ keys), dim=-1).softmax(-1)
+        attended = (weights[..., : self.rows].flatten(2, 3) @ self.values).unflatten(2, (-1, c.groups))
+        attended = attended + weights[..., self.rows :] @ values
+        self.h = self.w.finish(residual, attended.permute(0, 2, 1, 3, 4).flatten(2))
+        return self.h
+
+
+class HeadModule(L.LightningModule):
+    """Muon on the matrices, AdamW on norms and output matrix; trapezoidal schedule over wall-clock time."""
+
+    def __init__(
+        self, target: Qwen3MoeForCausalLM, head: Eagle3Head, ids_V: Tensor, minutes: float, lr: float, steps: int, share: float
+    ):
+        """`steps` unrolled steps after step 0, on a `share` of the rows as chain starts."""
+        super().__init__()
+        self.head, self.ids = head, ids_V
+        self._frozen = (target.eval().requires_grad_(False),)  # in a tuple: not a submodule, not synchronised
+        self._rope = rope_tables(head.config, CONTEXT)
+        self.lr, self.seconds, self.steps, self.share = lr, minutes * 60, steps, share
+        self.started = time.monotonic()
+        self.automatic_optimization = False
+        self.seen = 0
+        self.history: list[dict[str, float]] = []
+
+    def progress(self) -> float:
+        """Fraction of the time budget used, as rank 0 sees it."""
+        elapsed = torch.tensor((time.monotonic() - self.started) / self.seconds)
+        return min(1.0, float(self.trainer.strategy.broadcast(elapsed)))
+
+    @torch.no_grad()
+    def teach(self, ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's embeddings `[B, T, H]`, features `[B, T, F]` and probabilities of draft tokens `[B, T, V]`."""
+        target = self._frozen[0]
+        out = target.model(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
+        features = torch.cat([out.hidden_states[i] for i in self.head.config.aux_layers], dim=-1)
+        probabilities = target.lm_head(out.last_hidden_state).softmax(-1)[..., self.ids]
+        return target.model.embed_tokens(ids_BT), features, probabilities
+
+    def losses(self, ids_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Per unrolled step: cross-entropy per row and the share of rows whose best token is the target's best."""
+        embed, features, probabilities = self.teach(ids_BT)
+        w = self.head.weights()
+        unroll = Unroll(w, embed, features, self._rope)
+        results = [self._compare(w.logits(unroll.first()), probabilities[:, 1:])]
+        last = unroll.rows - self.steps
+        count = max(1, int(last * self.share))
+        starts = torch.randperm(last)[:count].sort().values
+        unroll.choose(starts)
+        for k in range(1, self.steps + 1):
+            results.append(self._compare(w.logits(unroll.step(k)), probabilities[:, starts + k + 1]))
+        return results
+
+    @staticmethod
+    def _compare(logits_V: Tensor, probabilities_V: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(logits_V.flatten(0, 1), probabilities_V.flatten(0, 1))
+        with torch.no_grad():
+            agree = (logits_V.argmax(-1) == probabilities_V.argmax(-1)).float().mean()
+        return loss, agree
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        """One optimizer step on `[B, T + 1]` token ids."""
+        progress = self.progress()
+        scale = min(1.0, (batch_idx + 1) / 20) * min(1.0, (1 - progress) / 0.5 + 0.01)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * scale
+            optimizer.zero_grad()
+        results = self.losses(batch[:, :-1])
+        weights = torch.tensor([DECAY**k for k in range(len(results))])
+        loss = (torch.stack([r[0] for r in results]) * weights).sum() / weights.sum()
+        self.manual_backward(loss)
+        nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+        self.seen += batch[:, 1:].numel() * self.trainer.world_size
+        row = {"step": batch_idx, "progress": progress, "loss": loss.item(), "tokens": self.seen,
+               "seconds": time.monotonic() - self.started}  # fmt: skip
+        row |= {f"agree_{k}": r[1].item() for k, r in enumerate(results)}
+        self.history.append(row)
+        if self.global_rank == 0 and batch_idx % 5 == 0:
+            print({k: round(v, 4) for k, v in row.items()}, flush=True)
+        if progress >= 1:
+            self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the layer's matrices, AdamW for the output matrix and the norms."""
+        matrices, rest = [], []
+        for name, p in self.head.named_parameters():
+            (matrices if p.ndim == 2 and "lm_head" not in name else rest).append(p)
+        muon = Muon([{"params": matrices, "base_lr": self.lr}], lr=self.lr, weight_decay=0.01)
+        adam = torch.optim.AdamW([{"params": rest, "base_lr": self.lr / 2}], lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        return [muon, adam]
+
+
+class Snapshots(Callback):
+    """Save the head every `minutes` and at the end, so that a killed run leaves a usable one."""
+
+    def __init__(self, out: Path, recipe: dict[str, object], minutes: float = 5):
+        self.out, self.recipe, self.every, self.last = out, recipe, minutes * 60, time.monotonic()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
+        """Save when due, on rank 0."""
+        if trainer.is_global_zero and time.monotonic() - self.last > self.every:
+            self.save(module)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Save the final weights."""
+        if trainer.is_global_zero:
+            self.save(module)
+
+    def save(self, module: L.LightningModule) -> None:
+        """Write the head and its training history."""
+        assert isinstance(module, HeadModule)
+        self.last = time.monotonic()
+        save_head(module.head, module.ids, self.out)
+        record = {"recipe": self.recipe, "tokens": module.seen, "history": module.history[::10]}
+        (self.out / "training.json").write_text(json.dumps(record))
+
+
+def main() -> None:
+    """Command line entry; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init", type=Path, help="continue from this head")
+    parser.add_argument("--generated", type=Path, nargs="*", default=[], help="more token arrays, e.g. of the target's own text")
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--batch", type=int, default=4, help="windows per process and step")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="unrolled steps after the first")
+    parser.add_argument("--share", type=float, default=0.5, help="share of rows that start a chain")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.processes))
+    L.seed_everything(args.seed)
+    target = Qwen3MoeForCausalLM.from_pretrained(args.target, dtype=torch.float32, attn_implementation="sdpa")
+    target.config._experts_implementation = "reference_sorted"
+    if args.init:
+        head, ids_V = load_head(args.init, target)
+    else:
+        ids_V = frequent_ids(args.corpus / "train.npy", target.config.vocab_size)
+        head = new_head(target, ids_V)
+    windows: list[Dataset[Tensor]] = [Windows(p, args.seed) for p in (args.corpus / "train.npy", *args.generated)]
+    data = DataLoader(ConcatDataset(windows), batch_size=args.batch, drop_last=True, shuffle=bool(args.generated))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=args.processes, strategy="ddp" if args.processes > 1 else "auto", max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Snapshots(args.out, {k: str(v) for k, v in vars(args).items()})],
+    )  # fmt: skip
+    trainer.fit(HeadModule(target, head, ids_V, args.minutes, args.lr, args.steps, args.share), data)
+
+
+if __name__ == "__main__":
+    main()
