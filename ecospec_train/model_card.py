@@ -14,8 +14,10 @@ def model_card(manifest: Manifest, policies: dict[str, DevicePolicy]) -> str:
     lines = [
         f"# EcoSpec bundle for {t.id}",
         "",
-        f"Cost-aware speculative decoding for `{t.id}` ({t.architecture}: {t.moe_layers} MoE layers of {t.experts} experts, "
-        f"top-{t.top_k}) with the {d.kind} drafter `{d.id}`. The output is exactly what the target alone would produce.",
+        (
+            f"Cost-aware speculative decoding for `{t.id}` ({t.architecture}: {t.moe_layers} MoE layers of {t.experts} experts, "
+            f"top-{t.top_k}) with the {d.kind} drafter `{d.id}`. The output is exactly what the target alone would produce."
+        ),
         "",
         '    ecospec-runtime generate --bundle . --prompt "..."',
         "    ecospec-runtime inspect .",
