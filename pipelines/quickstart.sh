@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# `make quickstart`: the reference target through harvest, fit, profile, tune, export, bench and generate. One thread, so
+# that figures do not depend on how many cores are idle. Leaves everything under runs/quickstart.
+set -euo pipefail
+VENV=${VENV:-.venv} MODEL=${MODEL:-pipelines/reference/model} RUN=${RUN:-runs/quickstart}
+THREADS=${THREADS:-1}
+export OMP_NUM_THREADS=$THREADS TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PATH="$PWD/$VENV/bin:$PATH"
+PYTHON="$VENV/bin/python"
+BUDGETS="2 3 4 6 8 12 24"
+started=$SECONDS
+step() { printf '\n== %s (%d s)\n' "$1" "$((SECONDS - started))"; }
+
+mkdir -p "$RUN"
+rm -rf "$RUN"/{target,traces,predictor,policy,bundle,plots} "$RUN"/{profile,bench}.json
+
+step "widen the reference target until experts are half of a plain step"
+"$PYTHON" -m pipelines.reference.widen --source "$MODEL/target" --out "$RUN/target" --share 0.5
+
+step "prompts of held-out packages: one set to learn from, another to be measured on"
+"$PYTHON" -m pipelines.reference.corpus --prompts harvest --count 400 --out "$RUN/harvest.jsonl"
+"$PYTHON" -m pipelines.reference.corpus --prompts bench --count 32 --out "$RUN/bench.jsonl"
+
+step "harvest, fit, profile, tune, export"
+ecospec-train run pipelines/quickstart.yaml "target=$MODEL/target" "drafter=$MODEL/drafter" \
+  "prompts=$RUN/harvest.jsonl" "out=$RUN" "profile.target=$RUN/target" --threads "$THREADS"
+
+step "bench: every policy on every prompt, interleaved"
+policies=off
+for acceptance in raw temperature; do
+  for budget in $BUDGETS; do policies+=",confidence:budget=$budget,acceptance=$acceptance"; done
+done
+ecospec-runtime bench --bundle "$RUN/bundle" --target "$RUN/target" --prompts "$RUN/bench.jsonl" \
+  --policies "$policies,ratio,auto" --max-new-tokens 48 --temperature 0 --temperature 0.7 \
+  --threads "$THREADS" --json "$RUN/bench.json" --plots "$RUN/plots" | tee "$RUN/bench.txt"
+
+step "generate"
+ecospec-runtime generate --bundle "$RUN/bundle" --target "$RUN/target" --threads "$THREADS" \
+  --prompt "def fibonacci(n):" --max-new-tokens 64 --json "$RUN/generate.json"
+
+step "done"
+cat "$RUN/bench.txt"
+echo "bundle: $RUN/bundle"
+echo "bench:  $RUN/bench.json"
