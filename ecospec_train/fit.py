@@ -83,14 +83,16 @@ class PlainProgress(Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the losses so far."""
-        values = {name: float(v) for name, v in trainer.callback_metrics.items() if name != "lr"}
+        fresh = (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch == 0
+        metrics = trainer.callback_metrics.items()
+        values = {name: float(v) for name, v in metrics if fresh or not name.startswith("heldout")}
         text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         if trainer.is_global_zero:
             print(f"fit: epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {text}", flush=True)
 
 
-def train(network: PredictorNetwork, data: PredictorData, config: FitConfig, logger: Logger | None) -> None:
-    """Train in place. Ctrl-C leaves the last checkpoint under `out/checkpoints` and raises KeyboardInterrupt."""
+def train(network: PredictorNetwork, data: PredictorData, config: FitConfig, logger: Logger | None) -> int:
+    """Train in place; returns the epochs begun. Ctrl-C leaves the last checkpoint under `out/checkpoints` and raises KeyboardInterrupt."""
     steps = config.epochs * max(1, len(data.fit_stream))
     module = PredictorModule(
         network, steps, config.lr, config.weight_decay, config.acceptance_weight, config.max_seconds
@@ -114,6 +116,7 @@ def train(network: PredictorNetwork, data: PredictorData, config: FitConfig, log
             raise
     if trainer.interrupted:
         raise KeyboardInterrupt
+    return int(trainer.current_epoch)
 
 
 @contextlib.contextmanager
@@ -146,7 +149,7 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     shapes = PredictorShapes(hidden=target.hidden_size, state=traces.manifest.drafter.width, layers=target.moe_layers,
                              experts=target.experts, top_k=target.top_k)  # fmt: skip
     network = PredictorNetwork(shapes, config.width)
-    train(network, data, config, logger)
+    epochs = train(network, data, config, logger)
     trained = time.monotonic()
     export_network(network, config.out)
     rows = AcceptanceRows.collect(tables, fit_prompts)
@@ -154,7 +157,7 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
                             logistic=fit_logistic(rows))  # fmt: skip
     manifest = PredictorManifest(
         shapes=shapes, target=target.model_dump(), drafter=traces.manifest.drafter.model_dump(),
-        temperature=traces.manifest.temperature, traces=traces_fingerprint(traces), heldout_prompts=sorted(heldout),
+        pool=traces.manifest.pool, temperature=traces.manifest.temperature, traces=traces_fingerprint(traces), heldout_prompts=sorted(heldout),
         files={}, config=config.model_dump(mode="json"), versions=versions(),
     )  # fmt: skip
     session = open_session(config.out / ONNX_FILE, torch.get_num_threads())
@@ -164,7 +167,7 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     metrics = evaluation.metrics()
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
     model = model.model_copy(update={"best": min(losses, key=losses.__getitem__), "log_loss": losses})
-    metrics["fit"] = {"prompts": len(fit_prompts), "positions": sum(data.fit_stream.counts), "nodes_judged": len(rows.label),
+    metrics["fit"] = {"epochs": epochs, "prompts": len(fit_prompts), "positions": sum(data.fit_stream.counts), "nodes_judged": len(rows.label),
                       "train_seconds": trained - started, "seconds": time.monotonic() - started,
                       "parameters": sum(p.numel() for p in network.parameters())}  # fmt: skip
     metrics["best_acceptance"] = model.best
