@@ -102,7 +102,7 @@ def plan(config: PipelineConfig) -> list[Stage]:
     defaults: dict[str, dict[str, Any]] = {
         "harvest": models | {"prompts": config.prompts, "out": traces, "resume": True},
         "fit": {"traces": traces, "out": predictor},
-        "profile": models | {"out": profile},
+        "profile": models | {"out": profile, "predictor": predictor},
         "tune": {"traces": traces, "predictor": predictor, "profile": profile, "out": policy},
         "export": {"predictor": predictor, "policy": policy, "out": out / "bundle"},
     }
