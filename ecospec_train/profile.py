@@ -1,0 +1,293 @@
+"""Measure what a verification pass, a draft and a prediction cost on this machine: the device profile.
+
+A designed experiment through the engine's own path: passes of 1 to 32 rows at several context lengths over text that
+every Python installation has, with rows chosen so that the union of experts varies apart from their number (the same
+token again and again, running text, tokens from all over). Unions are recorded on separate passes, so that hooks do not
+disturb the timed ones; repeats are interleaved in random order, so that no pass finds its experts warm in a cache.
+Legend: n rows of a pass, P cached tokens, F width of the drafter's features.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ecospec_runtime.config import Config, GenerationConfig, PoolConfig
+from ecospec_runtime.console import check_writable, note, write_json
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.drafters import Drafter, load_drafter
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.machine import device_name, device_slug, versions
+from ecospec_runtime.policies import PolicySpec, build_policy
+from ecospec_runtime.pool import Candidates, Pool, pack_masks
+from ecospec_runtime.predictor import Predictor
+from ecospec_runtime.sampling import Sampler
+from ecospec_runtime.scoring import Scorer
+from ecospec_runtime.target import Target
+from ecospec_runtime.verify import children_of, tree_mask, walk
+from ecospec_train.cost_model import PassCost, fit_pass_cost
+from ecospec_train.steps import Steps
+
+T = TypeVar("T")
+
+BAD_FIT = 0.05  # held-out relative error above which the profile is not to be trusted
+UNSTEADY = 0.10  # relative interquartile range of repeats that says the machine is busy
+MIN_ROUNDS = 3
+WARM_UP = 3
+CATCH_UP = 2  # rows the drafter is given per step: about what a step emits
+
+
+class ProfileConfig(Config):
+    """Settings of `profile`."""
+
+    target: str
+    drafter: str
+    out: Path
+    predictor: Path | None = None  # to time prediction too; without one it counts as free
+    dtype: str = "auto"
+    device: str = "cpu"
+    threads: int | None = Field(default=None, ge=1)  # None: as the process is set
+    pool: PoolConfig = PoolConfig()
+    tokens: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # rows of the timed passes
+    contexts: tuple[int, ...] = (48, 160, 384)  # cached tokens before them
+    repeats: int = Field(default=9, ge=MIN_ROUNDS)
+    max_seconds: float = Field(default=40.0, gt=0)  # timed passes stop then, after at least three rounds
+    seed: int = 0
+
+
+@dataclass
+class TimedPass:
+    """One point of the design, and the times it took."""
+
+    context: int
+    tokens: list[int]
+    parents: list[int]  # row of each row's parent, the root left out
+    union: int = 0
+    milliseconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median time in ms."""
+        return float(np.median(self.milliseconds))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range of the times over their median."""
+        low, high = np.percentile(self.milliseconds, [25, 75])
+        return float((high - low) / self.median)
+
+
+def profile(config: ProfileConfig) -> DeviceProfile:
+    """Run the experiment, write the profile to `config.out` and return it. UserError for what cannot be loaded."""
+    check_writable(config.out)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    target = Target.from_pretrained(config.target, config.dtype, config.device)
+    drafter = load_drafter(config.drafter, target, config.dtype)
+    predictor = Predictor.from_folder(config.predictor) if config.predictor is not None else None
+    text = text_tokens(target, max(config.contexts) + 512)
+    passes = measure_passes(target, drafter, text, config)
+    cost = fit_pass_cost(
+        np.array([len(p.tokens) for p in passes], np.float64), np.array([p.union for p in passes], np.float64),
+        np.array([p.context for p in passes], np.float64), np.array([p.median for p in passes]), config.seed,
+    )  # fmt: skip
+    result = base_profile(target, passes, cost, config)
+    drafting = measure_drafting(target, drafter, predictor, text, result, config)
+    result = result.model_copy(update=drafting)
+    for line in complaints(result, passes, predictor is None):
+        note(f"profile: {line}")
+    write_json(config.out, result.model_dump(mode="json"))
+    return result
+
+
+def text_tokens(target: Target, count: int) -> list[int]:
+    """`count` tokens of Python source that every installation has."""
+    files = [Path(str(module.__file__)) for module in (textwrap, inspect, argparse)]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    tokens: list[int] = target.tokenizer.encode(text)
+    if not tokens:
+        raise UserError(f"target {target.source}: its tokenizer gives no tokens for plain text; check tokenizer files")
+    return (tokens * (1 + count // len(tokens)))[:count]
+
+
+def design(text: list[int], config: ProfileConfig) -> list[TimedPass]:
+    """Every context, row count and kind of rows: repeated, running text as a chain, scattered as a bush."""
+    rng = np.random.default_rng(config.seed)
+    passes = []
+    for context in config.contexts:
+        for n in config.tokens:
+            start = int(rng.integers(context, len(text) - n + 1))
+            chain, bush = list(range(n - 1)), [0] * (n - 1)
+            passes.append(TimedPass(context, text[start : start + n], chain))
+            passes.append(TimedPass(context, rng.choice(text, n).tolist(), bush))
+            if n > 1:
+                passes.append(TimedPass(context, [text[context]] * n, chain))
+    return passes
+
+
+def measure_passes(target: Target, drafter: Drafter, text: list[int], config: ProfileConfig) -> list[TimedPass]:
+    """Time every pass of the design in interleaved rounds and record its union."""
+    passes = design(text, config)
+    caches = {context: prefilled(target, text[:context]) for context in config.contexts}
+    for one in passes:
+        one.union = union_of(target, one, caches[one.context])
+    rng = np.random.default_rng(config.seed)
+    deadline = time.monotonic() + config.max_seconds
+    with Steps("profile: passes", config.repeats * len(passes)) as steps:
+        for one in passes[:WARM_UP]:
+            run_pass(target, drafter, one, caches[one.context])
+        for round_ in range(config.repeats):
+            if round_ >= MIN_ROUNDS and time.monotonic() > deadline:
+                break
+            for i in rng.permutation(len(passes)).tolist():
+                one = passes[i]
+                one.milliseconds.append(run_pass(target, drafter, one, caches[one.context]))
+                steps.advance()
+    return passes
+
+
+def prefilled(target: Target, tokens: list[int]) -> Any:
+    """A cache that holds `tokens`."""
+    cache = target.new_cache()
+    target.forward(torch.tensor(tokens, device=target.device), torch.arange(len(tokens), device=target.device), None,
+                   cache, logits=False)  # fmt: skip
+    return cache
+
+
+def pass_inputs(target: Target, one: TimedPass) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens `[n]`, positions `[n]` and mask `[n, P + n]`, as the engine makes them."""
+    depths = [0]
+    for parent in one.parents:
+        depths.append(depths[parent] + 1)
+    mask = tree_mask(one.parents, one.context).to(target.device) if one.parents else None
+    tokens = torch.tensor(one.tokens, device=target.device)
+    return tokens, torch.tensor(depths, device=target.device) + one.context, mask
+
+
+def union_of(target: Target, one: TimedPass, cache: Any) -> int:
+    """Distinct (layer, expert) pairs that the pass touches."""
+    output = target.forward(*pass_inputs(target, one), cache, routing=True, logits=False)
+    target.commit(cache, one.context, [])
+    return sum(int(layer.unique().numel()) for layer in output.routing_layers)
+
+
+def run_pass(target: Target, drafter: Drafter, one: TimedPass, cache: Any) -> float:
+    """Milliseconds of one verification step of the engine; the cache is left as it was."""
+    start = time.perf_counter()
+    output = target.forward(*pass_inputs(target, one), cache, aux_layers=drafter.aux_layers)
+    assert output.logits is not None
+    children = children_of(one.tokens[1:], one.parents)
+    outcome = walk(output.logits, children, Sampler(GenerationConfig()), one.context + 1, set(), False)
+    target.commit(cache, one.context, outcome.rows)
+    elapsed = time.perf_counter() - start
+    target.commit(cache, one.context, [])
+    return elapsed * 1e3
+
+
+def base_profile(target: Target, passes: list[TimedPass], cost: PassCost, config: ProfileConfig) -> DeviceProfile:
+    """The profile without the drafter's part."""
+    dtype, threads = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
+    name = device_name(config.device)
+    plain_ms = float(np.mean([p.median for p in passes if len(p.tokens) == 1]))
+    return DeviceProfile(
+        device=name, slug=device_slug(name, dtype, threads), dtype=dtype, threads=threads, versions=versions(),
+        fixed_ms=cost.fixed, per_token_ms=cost.per_token, per_expert_ms=cost.per_expert,
+        per_context_ms=cost.per_context, heldout_error=cost.heldout_error, plain_ms=plain_ms,
+        expert_share=cost.per_expert * target.moe_layers * target.top_k / plain_ms,
+    )  # fmt: skip
+
+
+def measure_drafting(
+    target: Target, drafter: Drafter, predictor: Predictor | None, text: list[int], base: DeviceProfile,
+    config: ProfileConfig,
+) -> dict[str, float]:  # fmt: skip
+    """Milliseconds of catching up plus one level, of each further level, of prediction and of selection."""
+    context, repeats = sorted(config.contexts)[len(config.contexts) // 2], 3 * config.repeats
+    end = context + CATCH_UP * 2 * repeats
+    ids = torch.tensor(text[: end + 1], device=target.device)
+    features = target.forward(ids[:end], torch.arange(end, device=target.device), None, target.new_cache(),
+                              aux_layers=drafter.aux_layers, logits=False).aux  # fmt: skip
+    features = torch.zeros(end, 0) if features is None else features
+    sequence = drafter.start()
+    drafter.extend(sequence, ids[1 : context + 1], features[:context])
+    scorer = Scorer(predictor, "head" if predictor else "raw", target.moe_layers, target.experts)
+    policy = build_policy(PolicySpec(name="throughput"))
+    times: dict[str, list[float]] = {name: [] for name in ("shallow", "full", "predict", "select")}
+    shapes = {"shallow": config.pool.cut(1), "full": config.pool}
+    at = context
+
+    def embed(tokens: Any) -> Any:
+        return target.embed(tokens).float().numpy(force=True)
+
+    with Steps("profile: drafting", repeats) as steps:
+        for _ in range(repeats):
+            for name, shape in shapes.items():
+                draft = partial(catch_up_and_expand, drafter, sequence, ids, features, at, shape, scorer.temperatures)
+                pool = timed(times[name], draft)
+                at += CATCH_UP
+            scored = timed(times["predict"], partial(scorer.score, pool, embed, predictor is not None))
+            candidates = scored if predictor else with_masks(scored, target)
+            timed(times["select"], partial(policy.select, candidates, base, context))
+            steps.advance()
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    level = max(0.0, medians["full"] - medians["shallow"]) / max(1, config.pool.depth - 1)
+    return {"draft_fixed_ms": medians["shallow"], "draft_level_ms": level, "predict_ms": medians["predict"],
+            "select_ms": medians["select"]}  # fmt: skip
+
+
+def catch_up_and_expand(
+    drafter: Drafter, sequence: Any, ids: Tensor, features_PF: Tensor, at: int, shape: PoolConfig,
+    temperatures: tuple[float, ...],
+) -> Pool:  # fmt: skip
+    """The drafter's part of a step whose pass began at position `at`: take in what was emitted, expand from its end."""
+    end = at + CATCH_UP
+    drafter.extend(sequence, ids[at + 1 : end + 1], features_PF[at:end])
+    return drafter.expand(sequence, int(ids[end]), shape, temperatures)
+
+
+def timed(into: list[float], action: Callable[[], T]) -> T:
+    """Run `action` and append its milliseconds."""
+    start = time.perf_counter()
+    value = action()
+    into.append((time.perf_counter() - start) * 1e3)
+    return value
+
+
+def with_masks(candidates: Candidates, target: Target) -> Candidates:
+    """Invented expert sets of the usual size, so that selection can be timed without a predictor."""
+    rng = np.random.default_rng(0)
+    shape = (len(candidates), target.moe_layers, target.experts)
+    routing = np.argsort(rng.random(shape), axis=-1)[..., : target.top_k]
+    return Candidates(**{**vars(candidates), "masks": pack_masks(routing, target.experts)})
+
+
+def complaints(result: DeviceProfile, passes: list[TimedPass], blind: bool) -> list[str]:
+    """What makes the profile doubtful, one line each."""
+    lines = []
+    spread, cores = float(np.median([p.spread for p in passes])), os.cpu_count() or 1
+    if result.heldout_error > BAD_FIT:
+        lines.append(
+            f"warning: the cost model is off by {result.heldout_error:.1%} on passes it has not seen (want 5 %)"
+        )
+    if spread > UNSTEADY:
+        lines.append(
+            f"warning: repeats of a pass vary by {spread:.0%}; the machine seems busy, measure again when idle"
+        )
+    elif hasattr(os, "getloadavg") and os.getloadavg()[0] > max(cores - 0.5, 1.5 * result.threads):
+        lines.append(f"warning: load average {os.getloadavg()[0]:.1f} on {cores} cores; measure again when idle")
+    if blind:
+        lines.append("note: no predictor given, so prediction counts as free; pass --predictor to time it")
+    return lines

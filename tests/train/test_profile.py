@@ -1,0 +1,99 @@
+"""The cost model recovers what generated its data; the experiment runs end to end on a tiny target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.target import Target
+from ecospec_train.cost_model import fit_pass_cost
+from ecospec_train.profile import (
+    ProfileConfig,
+    TimedPass,
+    base_profile,
+    complaints,
+    design,
+    prefilled,
+    profile,
+    text_tokens,
+    union_of,
+)
+
+
+def test_cost_model_recovers_its_coefficients() -> None:
+    rng = np.random.default_rng(0)
+    n, context = rng.integers(1, 33, 80).astype(float), rng.choice([48.0, 160.0, 384.0], 80)
+    union = np.minimum(28 * n, 330) * rng.uniform(0.3, 1.0, 80)
+    ms = (2.0 + 0.1 * n + 0.05 * union + 0.002 * context) * rng.normal(1.0, 0.01, 80)
+    cost = fit_pass_cost(n, union, context, ms)
+    found = (cost.fixed, cost.per_token, cost.per_expert, cost.per_context)
+    assert found == pytest.approx((2.0, 0.1, 0.05, 0.002), rel=0.15)
+    assert cost.heldout_error < 0.02
+    assert cost.heldout_r2 > 0.98
+
+
+def test_cost_model_never_goes_negative_and_owns_up_to_a_bad_fit() -> None:
+    rng = np.random.default_rng(1)
+    n, union = rng.integers(1, 33, 60).astype(float), rng.integers(28, 300, 60).astype(float)
+    falling = fit_pass_cost(n, union, np.full(60, 64.0), 10.0 + 0.05 * union - 0.1 * n)
+    assert min(falling.fixed, falling.per_token, falling.per_expert, falling.per_context) >= 0.0
+    assert falling.per_token == 0.0
+    noise = fit_pass_cost(n, union, np.full(60, 64.0), rng.uniform(1.0, 20.0, 60))
+    assert noise.heldout_error > 0.3
+
+
+@pytest.fixture(scope="module")
+def quick(tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ProfileConfig:
+    return ProfileConfig(
+        target=str(tiny_target_dir), drafter=str(tiny_drafter_dir), out=tmp_path_factory.mktemp("p") / "profile.json",
+        tokens=(1, 3, 6), contexts=(8, 24), repeats=3, max_seconds=5, pool=PoolConfig(depth=3, beam=2, width=4),
+    )  # fmt: skip
+
+
+def test_profile_runs_end_to_end(quick: ProfileConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    result = profile(quick)
+    assert DeviceProfile.model_validate(json.loads(quick.out.read_text())) == result
+    assert result.slug.endswith(f"-float32-{result.threads}t")
+    assert result.plain_ms > 0
+    assert result.draft_fixed_ms > 0
+    assert result.select_ms > 0
+    assert min(result.fixed_ms, result.per_token_ms, result.per_expert_ms, result.per_context_ms) >= 0
+    assert "prediction counts as free" in capsys.readouterr().err
+
+
+def test_design_varies_unions_apart_from_rows_and_leaves_the_cache_alone(quick: ProfileConfig) -> None:
+    target = Target.from_pretrained(quick.target)
+    text = text_tokens(target, 200)
+    passes = design(text, quick)
+    assert {(p.context, len(p.tokens)) for p in passes} == {(c, n) for c in (8, 24) for n in (1, 3, 6)}
+    caches = {context: prefilled(target, text[:context]) for context in quick.contexts}
+    for one in passes:
+        one.union = union_of(target, one, caches[one.context])
+        assert len(caches[one.context]) == one.context
+    slots = target.moe_layers * target.top_k
+    assert all(p.union == slots for p in passes if len(p.tokens) == 1)
+    six = [p.union for p in passes if len(p.tokens) == 6]
+    assert all(slots <= union <= 6 * slots for union in six)
+    assert max(six) > 1.3 * min(six)
+
+
+def test_doubts_are_voiced(quick: ProfileConfig) -> None:
+    target = Target.from_pretrained(quick.target)
+    noisy = [TimedPass(8, [1] * n, list(range(n - 1)), 14 * n, [5.0, 9.0, 20.0, 6.0]) for n in (1, 2, 3)]
+    cost = fit_pass_cost(np.ones(20), np.ones(20), np.ones(20), np.linspace(1, 30, 20))
+    lines = complaints(base_profile(target, noisy, cost, quick), noisy, blind=False)
+    assert any("off by" in line for line in lines)
+    assert any("busy" in line for line in lines)
+
+
+def test_mistakes_are_named(quick: ProfileConfig, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="folder"):
+        profile(quick.model_copy(update={"out": tmp_path}))
+    with pytest.raises(UserError, match="repeats"):
+        ProfileConfig(target="t", drafter="d", out=tmp_path / "p.json", repeats=1)
