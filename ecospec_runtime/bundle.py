@@ -158,6 +158,8 @@ def parse_json_file(path: Path, model: type[BaseModel]) -> Any:
         raise UserError(f"{path}: cannot be read ({error}); check its permissions or export again") from None
     try:
         return model.model_validate(json.loads(text))
+    except UserError as error:  # a nested configuration names its own key
+        raise UserError(f"{path}: {error}") from None
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}: not valid JSON at line {error.lineno} (truncated?); export the bundle again"

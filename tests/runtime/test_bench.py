@@ -1,0 +1,123 @@
+"""The benchmark: order, figures from known samples, the report's schema on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ecospec_runtime.bench import PER_PASS, Contestant, Plan, Sample, measure, summarize
+from ecospec_runtime.cli import app
+from ecospec_runtime.policies import parse_policy
+
+KEYS = {
+    "policy", "parameters", "acceptance", "tokens", "seconds", "tokens_per_second", "speedup_vs_off",
+    "speedup_vs_confidence", "accept_length", "experts_per_layer", "nodes", "draft_ms", "predict_ms", "select_ms",
+    "verify_ms", "loop_share", "identical_to_off", "temperature",
+}  # fmt: skip
+
+
+class FakeEngine:
+    """Emits fixed tokens and writes down who was asked."""
+
+    def __init__(self, label: str, log: list[tuple[str, int]]):
+        self.label, self.log = label, log
+
+    def generate(self, prompt: list[int], config: Any) -> Any:
+        """A stream with statistics."""
+        self.log.append((self.label, prompt[0]))
+        tokens = [SimpleNamespace(id=i) for i in range(config.max_new_tokens)]
+        statistics = SimpleNamespace(tokens=len(tokens), seconds=1.0, passes=4, **dict.fromkeys(PER_PASS, 1.0))
+
+        class Stream(list[Any]):
+            pass
+
+        stream = Stream(tokens)
+        stream.statistics = statistics  # type: ignore[attr-defined]
+        return stream
+
+
+def contestant(text: str, engine: Any = None, acceptance: str = "raw") -> Contestant:
+    """A contestant named by its policy."""
+    return Contestant(text, parse_policy(text), acceptance, engine)
+
+
+def test_policies_take_turns_within_a_prompt_and_start_in_rotation() -> None:
+    log: list[tuple[str, int]] = []
+    names = ["off", "confidence:budget=2", "ratio"]
+    entrants = [contestant(name, FakeEngine(name, log)) for name in names]
+    measure(entrants, Plan([[10], [11], [12]], max_new_tokens=5))
+    warm_up, timed = log[:3], log[3:]
+    assert [name for name, _ in warm_up] == names
+    assert [prompt for _, prompt in timed] == [10] * 3 + [11] * 3 + [12] * 3
+    assert [name for name, _ in timed[::3]] == ["off", "confidence:budget=2", "ratio"]
+    assert sorted(name for name, _ in timed) == sorted(names * 3)
+
+
+def sample(tokens: list[int], seconds: float, passes: int = 2, **means: float) -> Sample:
+    """A sample with zero means unless given."""
+    return Sample(tokens, seconds, passes, dict.fromkeys(PER_PASS, 0.0) | means)
+
+
+def test_figures_of_known_samples() -> None:
+    entrants = [
+        contestant("off"), contestant("confidence:budget=2"), contestant("confidence:budget=9"),
+        contestant("confidence:budget=4,acceptance=temperature", acceptance="temperature"), contestant("ratio"),
+    ]  # fmt: skip
+    plan = Plan([[1], [2]], temperatures=(0.0,), repeats=3)
+    ten, five = list(range(10)), [3, 4] * 2 + [7]
+    rows: dict[tuple[str, float], list[list[Sample]]] = {
+        ("off", 0.0): [[sample(ten, s) for s in (1.0, 9.0, 2.0)], [sample(five, 2.0)] * 3],
+        ("confidence:budget=2", 0.0): [[sample(ten, 1.0)] * 3, [sample(five, 1.0)] * 3],
+        ("confidence:budget=9", 0.0): [[sample(ten, 3.0)] * 3, [sample(five, 3.0)] * 3],
+        ("confidence:budget=4,acceptance=temperature", 0.0): [[sample(ten, 0.1)] * 3, [sample(five, 0.1)] * 3],
+        ("ratio", 0.0): [
+            [sample(ten, 0.5, passes=1, nodes=4.0)] * 3,
+            [sample([*five[:3], 9, 9], 0.5, passes=3, nodes=8.0)] * 3,
+        ],
+    }
+    off, raw, slow, _, ratio = summarize(entrants, plan, rows)
+    assert off["seconds"] == 4.0  # the median of the first prompt's repeats is 2
+    assert off["tokens_per_second"] == pytest.approx(15 / 4)
+    assert off["identical_to_off"] is True
+    assert off["speedup_vs_off"] == 1.0
+    assert raw["speedup_vs_off"] == pytest.approx(2.0)
+    assert slow["speedup_vs_confidence"] == pytest.approx(1 / 3)
+    assert ratio["speedup_vs_confidence"] == pytest.approx(2.0)  # against the fastest raw one, not the calibrated one
+    assert ratio["identical_to_off"] is False
+    assert ratio["diverging_prompts"] == 1
+    assert ratio["first_divergence"] == 3
+    assert ratio["nodes"] == pytest.approx(7.0)  # weighted by passes
+
+
+def test_report_of_a_tiny_model(tiny_bundle: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "bench.json"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):", "import os", "a = 1")))
+    arguments = ["bench", "--bundle", str(tiny_bundle), "--prompts", str(prompts), "--max-new-tokens", "9", "--count", "2",
+                 "--policies", "off,confidence:budget=4,confidence:budget=2,acceptance=temperature,depth=2,ratio,auto",
+                 "--temperature", "0", "--temperature", "0.7", "--json", str(out), "--plots", str(tmp_path / "plots")]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert report["machine"]["device"]
+    assert report["target"]
+    assert report["prompts"]["count"] == 2
+    runs = report["runs"]
+    assert len(runs) == 10
+    assert all(KEYS <= set(run) for run in runs)
+    assert {run["temperature"] for run in runs} == {0.0, 0.7}
+    assert all(run["identical_to_off"] for run in runs), "float32: the same text under every policy"
+    assert all(run["tokens"] == 18 or run["tokens"] < 18 and run["identical_to_off"] for run in runs)
+    assert all(run["tokens_per_second"] == pytest.approx(run["tokens"] / run["seconds"]) for run in runs)
+    assert [run["acceptance"] for run in runs[:5]] == ["raw", "raw", "temperature", "head", "head"]
+    assert runs[4]["policy"] == "throughput"
+    assert runs[4]["label"] == "throughput (tuned)"
+    assert runs[0]["nodes"] == 0
+    assert runs[1]["nodes"] > 1
+    assert all(2 <= run["experts_per_layer"] <= 12 for run in runs)
+    assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == ["experts.png", "speedup.png"]
+    assert "throughput (tuned)" in result.output

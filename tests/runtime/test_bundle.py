@@ -1,0 +1,153 @@
+"""Bundles: round trip, and one clear line for everything that can be wrong with one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ecospec_runtime.bundle import check_drafter, check_target, load_bundle, vocabulary_sha256
+from ecospec_runtime.engine import Engine
+from ecospec_runtime.errors import UserError
+from tests.bundles import METRICS, this_slug
+
+
+@pytest.fixture
+def copy(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+def test_round_trip(tiny_bundle: Path) -> None:
+    bundle = load_bundle(tiny_bundle)
+    assert list(bundle.policies) == [this_slug()]
+    assert bundle.device_policy(this_slug()).parameters == {"price": 0.15}
+    assert bundle.manifest.metrics == METRICS
+    assert bundle.manifest.target.vocabulary_sha256
+    assert set(bundle.manifest.files) == {
+        str(p.relative_to(tiny_bundle)) for p in tiny_bundle.rglob("*") if p.is_file() and p.name != "manifest.json"
+    }
+    assert bundle.predictor().shapes.experts == bundle.manifest.target.experts
+    card = (tiny_bundle / "README.md").read_text()
+    assert "1.30x" in card
+    assert "1.10x" in card
+
+
+def test_engine_follows_the_tuned_policy(tiny_bundle: Path) -> None:
+    engine = Engine.from_bundle(tiny_bundle)
+    assert engine.policy.name == "throughput"
+    assert engine.policy.parameters()["price"] == 0.15
+    assert engine.depth == 3
+
+
+def edit(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Rewrite the manifest."""
+    path = bundle / "manifest.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def flip_byte(path: Path) -> None:
+    """Change one byte, keep the size."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+POLICY = f"policies/{this_slug()}.json"
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (lambda b: shutil.rmtree(b), r"no such bundle folder"),
+    "no manifest": (lambda b: (b / "manifest.json").unlink(), r"manifest\.json: missing"),
+    "truncated manifest": (
+        lambda b: (b / "manifest.json").write_text((b / "manifest.json").read_text()[:300]),
+        r"manifest\.json: not valid JSON at line",
+    ),
+    "binary manifest": (lambda b: (b / "manifest.json").write_bytes(b"\xff\xfe\x00"), r"manifest\.json: cannot be read"),
+    "newer schema": (lambda b: edit(b, lambda m: m.update(schema_version=9)), r"schema_version 9.*reads 1"),
+    "unknown key": (lambda b: edit(b, lambda m: m.update(colour="red")), r"manifest\.json: key 'colour'"),
+    "missing key": (lambda b: edit(b, lambda m: m.pop("drafter")), r"manifest\.json: key 'drafter'"),
+    "wrong type": (lambda b: edit(b, lambda m: m["target"].update(experts="x")), r"key 'target\.experts'"),
+    "bad pool": (lambda b: edit(b, lambda m: m["pool"].update(depth=0)), r"manifest\.json: PoolConfig: 'depth'"),
+    "unlisted file": (lambda b: edit(b, lambda m: m["files"].pop("predictor.onnx")), r"does not list predictor\.onnx"),
+    "missing predictor": (lambda b: (b / "predictor.onnx").unlink(), r"predictor\.onnx: missing"),
+    "missing policy": (lambda b: (b / POLICY).unlink(), r"policies/.*json: missing"),
+    "truncated predictor": (
+        lambda b: (b / "predictor.onnx").write_bytes((b / "predictor.onnx").read_bytes()[:-9]),
+        r"predictor\.onnx: \d+ bytes, the manifest says",
+    ),
+    "changed weights": (lambda b: flip_byte(b / "predictor.safetensors"), r"predictor\.safetensors: .*sha256"),
+    "changed policy": (lambda b: flip_byte(b / POLICY), r"policies/.*sha256"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_line_that_names_the_file(name: str, copy: Path) -> None:
+    damage, expected = DAMAGE[name]
+    damage(copy)
+    with pytest.raises(UserError, match=expected) as caught:
+        load_bundle(copy)
+    assert "\n" not in str(caught.value)
+
+
+def fake(kind: str, bundle: Any, /, **changes: Any) -> Any:
+    """Something with the attributes of the bundle's target or drafter, except for `changes`."""
+    values = getattr(bundle.manifest, kind).model_dump() | changes
+    return SimpleNamespace(**values)
+
+
+class Tokenizer:
+    """A vocabulary and nothing else."""
+
+    def __init__(self, *tokens: str):
+        self.tokens = tokens
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token -> id."""
+        return {token: i for i, token in enumerate(self.tokens)}
+
+
+def test_vocabulary_hash_sees_order_and_content() -> None:
+    same = {vocabulary_sha256(Tokenizer("a", "b")) for _ in range(2)}
+    assert len(same) == 1
+    assert len({vocabulary_sha256(Tokenizer(*t)) for t in (("a", "b"), ("b", "a"), ("a",))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architecture": "MixtralForCausalLM"}, "architecture Qwen3MoeForCausalLM, this one has MixtralForCausalLM"),
+        ({"experts": 16}, "experts per layer 12, this one has 16"),
+        ({"top_k": 4}, "experts per token 2, this one has 4"),
+        ({"moe_layers": 6}, "MoE layers 7, this one has 6"),
+        ({"vocab_size": 100}, "vocabulary size 96, this one has 100"),
+        ({"hidden_size": 64}, "hidden size 32, this one has 64"),
+        ({"tokenizer": Tokenizer("a", "b")}, "another vocabulary"),
+        ({"fingerprint": "f" * 64}, "weights are not those of the traces"),
+    ],
+)
+def test_another_target_is_refused(changes: dict[str, Any], expected: str, tiny_bundle: Path) -> None:
+    engine = Engine.from_bundle(tiny_bundle, policy="off")
+    bundle = load_bundle(tiny_bundle)
+    check_target(bundle, engine.target)
+    with pytest.raises(UserError, match=expected) as caught:
+        check_target(bundle, fake("target", bundle, **({"tokenizer": engine.target.tokenizer} | changes)))
+    assert "--target" in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("kind", "mtp"), ("width", 7), ("fingerprint", "f" * 64)])
+def test_another_drafter_is_refused(key: str, value: Any, tiny_bundle: Path) -> None:
+    bundle = load_bundle(tiny_bundle)
+    check_drafter(bundle, fake("drafter", bundle))
+    with pytest.raises(UserError, match=f"drafter of {key}"):
+        check_drafter(bundle, fake("drafter", bundle, **{key: value}))
+
+
+def test_a_device_without_a_policy_is_named(tiny_bundle: Path) -> None:
+    with pytest.raises(UserError, match=r"no policy for this device \(gpu-x\).*--policy"):
+        load_bundle(tiny_bundle).device_policy("gpu-x")
