@@ -1,0 +1,156 @@
+"""Puts EcoSpec's kernels into a loaded target, through transformers' own seams and module classes.
+
+Every model: the experts function "ecospec", which reads each touched expert once. A bfloat16 model on a CPU also gets
+few-row linear layers, routers, norms and attention: a pass then costs what its weights cost to read, and a token's
+result does not depend on the tokens verified beside it. float32 keeps torch's own operations, so that its tokens stay
+those of `generate`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ecospec_kernels import dispatch
+from ecospec_kernels.expert_mlp.reference import module_experts
+from torch import Tensor, nn
+from transformers.integrations import moe
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "ecospec"
+
+
+def plain_swiglu(module: Any) -> bool:
+    """Whether an experts module is SwiGLU in the layout of the `expert_mlp` op."""
+    flags = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True,
+             "has_post_expert_norm": False}  # fmt: skip
+    return (
+        all(getattr(module, name, default) == default for name, default in flags.items())
+        and getattr(type(module), "_apply_gate", None) is getattr(moe, "_default_apply_gate", None)
+        and isinstance(module.act_fn, nn.SiLU | _silu_classes())
+    )
+
+
+def _silu_classes() -> type:
+    from transformers.activations import ACT2FN
+
+    return type(ACT2FN["silu"])
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Experts function for transformers' registry: [n, D], [n, K], [n, K] -> [n, D]."""
+    if plain_swiglu(self):
+        up, down = self.gate_up_proj, self.down_proj
+        if dispatch.supports_experts(hidden_states, top_k_index, top_k_weights, up, down):
+            return dispatch.expert_mlp(hidden_states, top_k_index, top_k_weights, up, down)
+    return module_experts(self, hidden_states, top_k_index, top_k_weights)
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attention function for transformers' registry; whatever the kernel does not take goes to `sdpa`."""
+    known = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and kwargs.get("position_bias") is None
+    if dropout == 0.0 and query.size(0) == 1 and known and (attention_mask is not None or query.size(2) == 1):
+        mask = attention_mask if attention_mask is None else attention_mask[0, 0]
+        q, k, v = query[0], key[0], value[0]
+        one_mask = attention_mask is None or attention_mask.size(1) == 1
+        if one_mask and dispatch.supports_attention(q, k, v, mask):
+            scale = q.size(-1) ** -0.5 if scaling is None else scaling
+            return dispatch.tree_attention(q, k, v, mask, scale)[None], None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+class FewRowLinear(nn.Linear):
+    """`nn.Linear` whose passes over few rows go through the `few_row_linear` op."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., O]."""
+        return _linear(input, self.weight, self.bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
+    if dispatch.supports_linear(rows, weight, bias):
+        out = dispatch.few_row_linear(rows, weight, bias)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+    return F.linear(x, weight, bias)
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    return dispatch.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _top_k_router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax, top-k, optional renormalisation: the routers of Qwen-MoE, OLMoE and their kin."""
+    rows = hidden_states.reshape(-1, self.hidden_dim)
+    logits = _linear(rows, self.weight, None)
+    scores, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), self.top_k, dim=-1)
+    if self.norm_topk_prob:
+        scores /= scores.sum(dim=-1, keepdim=True)
+    return logits, scores.to(logits.dtype), index
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two outputs agree within a few bf16 roundings."""
+    if isinstance(left, tuple) or isinstance(right, tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(_same, left, right))
+    return bool(left.shape == right.shape and left.dtype == right.dtype and torch.allclose(left, right, 0.02, 0.01))
+
+
+def _swap(module: nn.Module, forward: Any, width: int, cache: dict[type, type | None]) -> None:
+    """Give `module` this forward if it computes what its own does, tried once per class on random rows."""
+    kind = type(module)
+    if kind not in cache:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 3, width, generator=generator).to(next(module.parameters()).dtype)
+        try:
+            equal = _same(module(x), forward(module, x))
+        except (TypeError, AttributeError, RuntimeError):
+            equal = False
+        cache[kind] = type(kind.__name__, (kind,), {"forward": forward}) if equal else None
+    if replacement := cache[kind]:
+        module.__class__ = replacement
+
+
+def _experts(model: Any) -> None:
+    """Select the "ecospec" experts function where the architecture has the registry."""
+    registry = moe.ALL_EXPERTS_FUNCTIONS
+    if NAME not in registry:
+        registry.register(NAME, experts_forward)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation(NAME)
+    else:
+        model.config._experts_implementation = NAME
+
+
+def _attention(model: Any) -> None:
+    """Replace `sdpa` attention by the "ecospec" one; other choices (eager for attention sinks) stay."""
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(NAME)
+
+
+@torch.no_grad()
+def install(model: Any, device: str | torch.device | None = None) -> None:
+    """Install the kernels that fit this model on `device` (default: where it is); safe to call twice."""
+    if hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
+        _experts(model)
+    place = torch.device(device) if device is not None else next(model.parameters()).device
+    if place.type != "cpu" or model.dtype != torch.bfloat16 or not dispatch.ENABLED:
+        return
+    _attention(model)
+    classes: dict[type, type | None] = {}
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FewRowLinear
+        elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            _swap(module, _norm_forward, module.weight.numel(), classes)
+        elif type(module).__name__.endswith("TopKRouter") and hasattr(module, "norm_topk_prob"):
+            _swap(module, _top_k_router_forward, module.weight.size(-1), classes)

@@ -1,0 +1,329 @@
+"""Building blocks of the CPU kernels (numba): packing of rows, vectorised dot products, bf16 and exp.
+
+Contract that all of them keep: *a row's result does not depend on the rows beside it*. Every dot product is summed in
+one fixed order whatever the number of rows, so a token verified among others gets bit for bit what it gets alone.
+
+Weights are read once per call, straight from their bf16 (or fp32) storage. Two bf16 numbers sit in one 32-bit word: a
+shift yields the even element as fp32, a mask the odd one. Rows of x are therefore *packed* first: fp32, an even plane
+and an odd plane (one plane for fp32 weights), each padded to whole vectors.
+
+Shapes: n rows, K columns of x and of a weight, O outputs (rows of a weight). Addresses are plain int64, in bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES = 8  # fp32 numbers in one vector
+BLOCK = 8  # outputs computed together, so that n > 4 rows re-read their weights from the first-level cache
+PREFETCH = 4096  # bytes ahead of the weights being read
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _cache_folder() -> str:
+    """Per-user cache of compiled kernels; its name changes with these sources, which numba's own check would miss."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "ecospec", "kernels", digest.hexdigest()[:16])
+
+
+def compiled(function: _F) -> _F:
+    """Decorate with `numba.njit`: GIL released, machine code cached on disk (`NUMBA_CACHE_DIR` overrides where)."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = before or _cache_folder()
+    try:
+        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # no writable folder for the cache
+        return numba.njit(nogil=True, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+@intrinsic
+def float_of_bits(context: Any, bits: Any) -> Any:
+    """uint32 bits -> the float32 they spell."""
+
+    def codegen(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def bits_of_float(context: Any, value: Any) -> Any:
+    """float32 -> its uint32 bits."""
+
+    def codegen(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def _pointer(context: Any, address: Any, dtype: Any) -> Any:
+    """int64 address -> typed pointer for `numba.carray`."""
+    target = types.CPointer(dtype.dtype)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return target(types.int64, dtype), codegen
+
+
+@numba.njit
+def view(address: int, count: int, dtype: Any) -> Any:
+    """`count` numbers of `dtype` at `address`, as an array that does not own them."""
+    return numba.carray(_pointer(address, dtype), (count,))
+
+
+@numba.njit
+def load_bf16(bits: Any) -> Any:
+    """uint16 bits of a bf16 number -> float32."""
+    return float_of_bits(np.uint32(bits) << np.uint32(16))
+
+
+@numba.njit
+def to_bf16(value: Any) -> Any:
+    """float32 -> uint16 bits of the nearest bf16 (ties to even; NaN stays NaN)."""
+    bits = bits_of_float(value)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(0x7FC0) if value != value else np.uint16(rounded)
+
+
+@numba.njit(fastmath={"contract"})
+def exp(x: Any) -> Any:
+    """e^x in float32 within 2 units in the last place for x in [-87, 88], clamped outside; written to vectorise."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+
+
+@numba.njit
+def plane_length(columns: int, planes: int) -> int:
+    """Length of one plane of a packed row: columns / planes, rounded up to whole vectors."""
+    return (columns // planes + LANES - 1) // LANES * LANES
+
+
+def _emit_dots(rows: int, outputs: int, bf16: bool) -> Callable[..., Any]:
+    """LLVM code of `dots`: `rows * outputs` vector accumulators over the columns, each then summed as a fixed tree."""
+    i32, i64, f32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+    floats, words = ir.VectorType(f32, LANES), ir.VectorType(i32, LANES)
+
+    def load(b: Any, address: Any, kind: Any) -> Any:
+        return b.load(b.inttoptr(address, kind.as_pointer()), align=4)
+
+    def total(b: Any, vector: Any) -> Any:
+        width = LANES
+        while width > 1:
+            width //= 2
+            halves = [
+                b.shuffle_vector(
+                    vector,
+                    ir.Constant(vector.type, ir.Undefined),
+                    ir.Constant(ir.VectorType(i32, width), list(range(first, first + width))),
+                )
+                for first in (0, width)
+            ]
+            vector = b.fadd(*halves)
+        return b.extract_element(vector, ir.Constant(i32, 0))
+
+    def multiply_add(b: Any, total: Any, left: Any, right: Any) -> Any:
+        return b.fadd(total, b.fmul(left, right, flags=("contract",)), flags=("contract",))
+
+    def prefetch(b: Any, address: Any) -> None:
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        function = b.module.globals.get("llvm.prefetch.p0") or ir.Function(b.module, kind, "llvm.prefetch.p0")
+        b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(i32, v) for v in (0, 3, 1))])
+
+    def codegen(context: Any, b: Any, _: Any, arguments: Any) -> Any:
+        weight, weight_stride, words_per_row, x, x_stride, plane, out, out_stride = arguments
+        before, loop, body, done = b.block, *(b.append_basic_block(name) for name in ("loop", "body", "done"))
+        weight_rows = [b.add(weight, b.mul(weight_stride, i64(r))) for r in range(outputs)]
+        x_rows = [b.add(x, b.mul(x_stride, i64(t))) for t in range(rows)]
+        last = b.sub(words_per_row, i64(LANES))
+        b.branch(loop)
+        b.position_at_end(loop)
+        i = b.phi(i64)
+        i.add_incoming(i64(0), before)
+        sums = [[b.phi(floats) for _ in range(outputs)] for _ in range(rows)]
+        b.cbranch(b.icmp_signed("<", i, plane), body, done)
+        b.position_at_end(body)
+        x_at = b.mul(i, i64(4))
+        # The last vector of a row may reach back over columns already counted; their packed x is zero.
+        weight_at = b.mul(b.select(b.icmp_signed("<", i, last), i, last), i64(4))
+        ahead = b.add(b.add(weight, i64(PREFETCH)), b.mul(i, i64(4 * outputs)))
+        for line in range(max(1, outputs // 2)):  # each cache line once, in the order of memory
+            prefetch(b, b.add(ahead, i64(64 * line)))
+        parts = []
+        for address in weight_rows:
+            if bf16:
+                word = load(b, b.add(address, weight_at), words)
+                even = b.shl(word, ir.Constant(words, [16] * LANES))
+                odd = b.and_(word, ir.Constant(words, [0xFFFF0000] * LANES))
+                parts.append([b.bitcast(even, floats), b.bitcast(odd, floats)])
+            else:
+                parts.append([load(b, b.add(address, weight_at), floats)])
+        for t in range(rows):
+            at = b.add(x_rows[t], x_at)
+            planes = [load(b, at, floats)]
+            if bf16:
+                planes.append(load(b, b.add(at, b.mul(plane, i64(4))), floats))
+            for r in range(outputs):
+                value = sums[t][r]
+                for left, right in zip(parts[r], planes, strict=True):
+                    value = multiply_add(b, value, left, right)
+                sums[t][r].add_incoming(ir.Constant(floats, [0.0] * LANES), before)
+                sums[t][r].add_incoming(value, b.block)
+        i.add_incoming(b.add(i, i64(LANES)), b.block)
+        b.branch(loop)
+        b.position_at_end(done)
+        for t in range(rows):
+            for r in range(outputs):
+                address = b.add(out, b.add(b.mul(out_stride, i64(t)), i64(4 * r)))
+                b.store(total(b, sums[t][r]), b.inttoptr(address, f32.as_pointer()))
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def _dots(rows: int, outputs: int, bf16: bool) -> Any:
+    """Intrinsic `dots(weight, weight_stride, words_per_row, x, x_stride, plane, out, out_stride)`.
+
+    out[t, r] (fp32) = weight[r] . x[t] for t < rows, r < outputs. Strides in bytes; `words_per_row`: 32-bit words in a
+    weight row (at least LANES); `plane`: plane length of the packed x.
+    """
+
+    @intrinsic
+    def dots(context: Any, w: Any, ws: Any, words: Any, x: Any, xs: Any, plane: Any, out: Any, os: Any) -> Any:
+        return types.void(*[types.int64] * 8), _emit_dots(rows, outputs, bf16)
+
+    return dots
+
+
+def _make_matmul(bf16: bool) -> Any:
+    """`matmul` for one weight type. 2-8 outputs side by side keep 6-8 independent sums in flight, which hides latency."""
+    one, two, three, four = _dots(1, 8, bf16), _dots(2, 4, bf16), _dots(3, 2, bf16), _dots(4, 2, bf16)
+
+    @numba.njit(nogil=True)
+    def matmul(w: int, stride: int, words: int, first: int, outputs: int, x: int, x_stride: int, plane: int, n: int,
+               out: int, out_stride: int) -> None:  # fmt: skip
+        """out[t, o] = w[o] . x[t] for o in [first, outputs), t < n; fp32 out; outputs >= BLOCK. See `_dots`."""
+        for begin in range(first, outputs, BLOCK):
+            o = min(begin, outputs - BLOCK)  # the last block may overlap the one before: same values again
+            t = 0
+            while t < n:
+                left = n - t
+                xt, at = x + t * x_stride, out + t * out_stride + o * 4
+                if left >= 4:
+                    for r in range(0, BLOCK, 2):
+                        four(w + (o + r) * stride, stride, words, xt, x_stride, plane, at + r * 4, out_stride)
+                    t += 4
+                elif left == 3:
+                    for r in range(0, BLOCK, 2):
+                        three(w + (o + r) * stride, stride, words, xt, x_stride, plane, at + r * 4, out_stride)
+                    t += 3
+                elif left == 2:
+                    for r in range(0, BLOCK, 4):
+                        two(w + (o + r) * stride, stride, words, xt, x_stride, plane, at + r * 4, out_stride)
+                    t += 2
+                else:
+                    one(w + o * stride, stride, words, xt, x_stride, plane, at, out_stride)
+                    t += 1
+
+    return matmul
+
+
+matmul_bf16 = _make_matmul(True)
+matmul_f32 = _make_matmul(False)
+
+
+@numba.njit(nogil=True)
+def matmul(bf16: bool, w: int, stride: int, words: int, first: int, outputs: int, x: int, x_stride: int, plane: int,
+           n: int, out: int, out_stride: int) -> None:  # fmt: skip
+    """`matmul_bf16` or `matmul_f32` by the weights' type."""
+    if bf16:
+        matmul_bf16(w, stride, words, first, outputs, x, x_stride, plane, n, out, out_stride)
+    else:
+        matmul_f32(w, stride, words, first, outputs, x, x_stride, plane, n, out, out_stride)
+
+
+@numba.njit(nogil=True)
+def read_row(address: int, columns: int, bf16: bool, row: int) -> None:
+    """bf16 or fp32 numbers at `address` -> fp32 numbers at `row`."""
+    out = view(row, columns, np.float32)
+    if bf16:
+        bits = view(address, columns, np.uint16)
+        for i in range(columns):
+            out[i] = load_bf16(bits[i])
+    else:
+        values = view(address, columns, np.float32)
+        for i in range(columns):
+            out[i] = values[i]
+
+
+@numba.njit(nogil=True)
+def write_row(row: int, columns: int, bf16: bool, address: int) -> None:
+    """fp32 numbers at `row` -> bf16 or fp32 numbers at `address`."""
+    values = view(row, columns, np.float32)
+    if bf16:
+        bits = view(address, columns, np.uint16)
+        for i in range(columns):
+            bits[i] = to_bf16(values[i])
+    else:
+        out = view(address, columns, np.float32)
+        for i in range(columns):
+            out[i] = values[i]
+
+
+@numba.njit(nogil=True)
+def pack_row(row: int, columns: int, planes: int, packed: int) -> None:
+    """fp32 numbers at `row` -> their packed form (`planes * plane_length` fp32), zeros where a vector repeats columns."""
+    length, plane = columns // planes, plane_length(columns, planes)
+    whole = length // LANES * LANES
+    values, out = view(row, columns, np.float32), view(packed, planes * plane, np.float32)
+    if planes == 1:
+        for i in range(whole):
+            out[i] = values[i]
+    else:
+        for i in range(whole):  # constant strides, so that this vectorises
+            out[i] = values[2 * i]
+            out[plane + i] = values[2 * i + 1]
+    if whole < length:
+        for p in range(planes):
+            for i in range(LANES):
+                column = length - LANES + i
+                out[p * plane + whole + i] = values[column * planes + p] if column >= whole else np.float32(0.0)
+
+
+_local = threading.local()
+
+
+def workspace(count: int) -> int:
+    """Address of at least `count` fp32 numbers that belong to this thread until its next call."""
+    buffer = getattr(_local, "buffer", None)
+    if buffer is None or buffer.size < count:
+        _local.buffer = buffer = np.empty(max(count, 1 << 14), np.float32)
+        _local.address = buffer.ctypes.data
+    return _local.address  # type: ignore[no-any-return]

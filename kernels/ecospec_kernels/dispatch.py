@@ -1,0 +1,136 @@
+"""Chooses the implementation of each op.
+
+One rule: on a CPU, with numba installed, for the dtypes and shapes that a kernel takes: that kernel (`cpu`). Everything
+else: `reference`. `ECOSPEC_KERNELS=reference` in the environment (read at import) switches the kernels off. `CALLS`
+counts what ran, by (op, implementation).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections import Counter
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ENABLED = os.environ.get("ECOSPEC_KERNELS") != "reference" and importlib.util.find_spec("numba") is not None
+CALLS: Counter[tuple[str, str]] = Counter()
+MAX_ROWS = 64  # a drafted pool and its root; larger passes are bound by arithmetic
+
+
+@cache
+def native_bf16() -> bool:
+    """Whether this processor multiplies bf16 in hardware; torch's bf16 products are an emulation elsewhere."""
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in checks)
+
+
+@cache
+def _module(op: str, implementation: str) -> ModuleType:
+    return import_module(f"ecospec_kernels.{op}.{implementation}")
+
+
+def _choose(op: str, supported: bool) -> ModuleType:
+    implementation = "cpu" if supported and ENABLED else "reference"
+    CALLS[op, implementation] += 1
+    return _module(op, implementation)
+
+
+def _plain(t: Tensor) -> bool:
+    """On the CPU, bf16 or fp32, dense in its last dimension."""
+    return t.is_cpu and (t.dtype is torch.bfloat16 or t.dtype is torch.float32) and t.stride(-1) == 1
+
+
+def _rows(n: int, weight: Tensor) -> bool:
+    """Whether a kernel is the better choice for n rows."""
+    return 0 < n <= MAX_ROWS or n > 0 and weight.dtype is torch.bfloat16 and not native_bf16()
+
+
+def _columns(k: int, dtype: torch.dtype) -> bool:
+    """Whether k columns are whole 32-bit words and at least one vector long."""
+    return k >= 16 and k % 2 == 0 if dtype is torch.bfloat16 else k >= 8
+
+
+def supports_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the CPU kernel takes this call: x [n, K], weight [O >= 8, K], rows dense in memory, no gradient."""
+    return (
+        x.dim() == 2 and weight.dim() == 2 and _rows(x.size(0), weight) and weight.size(0) >= 8
+        and _plain(x) and _plain(weight) and _columns(weight.size(1), weight.dtype) and not torch.is_grad_enabled()
+        and (bias is None or bias.dtype is weight.dtype and bias.is_contiguous())
+    )  # fmt: skip
+
+
+def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, K] @ weight [O, K].T (+ bias [O]) -> [n, O] in x's dtype, accumulated in fp32."""
+    return _choose("few_row_linear", supports_linear(x, weight, bias)).few_row_linear(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def supports_experts(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Whether the CPU kernel takes this call: contiguous gate_up [E, 2M, D] and down [E, D, M] of one dtype."""
+    return (
+        _rows(hidden_ND.size(0), gate_up) and index_NK.dtype is torch.int64 and gate_up.dtype is down.dtype
+        and _plain(hidden_ND) and _plain(weight_NK) and _plain(gate_up) and _columns(gate_up.size(2), gate_up.dtype)
+        and _columns(down.size(2), down.dtype) and down.size(1) >= 8 and not torch.is_grad_enabled()
+        and index_NK.is_contiguous() and weight_NK.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
+        and gate_up.size(1) == 2 * down.size(2) and down.size(1) == gate_up.size(2) == hidden_ND.size(1)
+    )  # fmt: skip
+
+
+def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """SwiGLU experts of one MoE layer -> [n, D] in hidden's dtype; see `expert_mlp/reference.py`."""
+    module = _choose("expert_mlp", supports_experts(hidden_ND, index_NK, weight_NK, gate_up, down))
+    return module.expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down)  # type: ignore[no-any-return]
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMS normalisation of the last dimension, in x's dtype; the kernel takes contiguous bf16."""
+    supported = (
+        x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous() and x.numel() > 0
+        and not torch.is_grad_enabled()
+    )  # fmt: skip
+    return _choose("rms_norm", supported).rms_norm(x, weight, epsilon)  # type: ignore[no-any-return]
+
+
+def supports_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None) -> bool:
+    """Whether the CPU kernel takes this call: bf16, up to MAX_ROWS rows, one head dimension, a mask with dense rows."""
+    return (
+        0 < q_HnD.size(1) <= MAX_ROWS and q_HnD.size(0) % k_GJD.size(0) == 0
+        and q_HnD.dtype is k_GJD.dtype is v_GJD.dtype is torch.bfloat16 and _plain(q_HnD) and _plain(k_GJD)
+        and _plain(v_GJD) and q_HnD.size(2) == k_GJD.size(2) == v_GJD.size(2) and _columns(q_HnD.size(2), q_HnD.dtype)
+        and (mask_nJ is None or mask_nJ.stride(1) == 1 and (mask_nJ.dtype is torch.bool or _plain(mask_nJ)))
+        and not torch.is_grad_enabled()
+    )  # fmt: skip
+
+
+def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float) -> Tensor:
+    """Attention of n rows under any mask -> [n, H, D]; see `tree_attention/reference.py`."""
+    module = _choose("tree_attention", supports_attention(q_HnD, k_GJD, v_GJD, mask_nJ))
+    return module.tree_attention(q_HnD, k_GJD, v_GJD, mask_nJ, scale)  # type: ignore[no-any-return]
+
+
+def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor) -> bool:
+    """Whether the CPU kernels of `draft_layer` and `draft_propose` take these matrices (one dtype) and fp32 rows."""
+    return rows.is_cpu and rows.dtype is torch.float32 and head_dim % 8 == 0 and all(
+        _plain(m) and m.is_contiguous() and m.dtype is matrices[0].dtype and m.size(0) >= 8 and _columns(m.size(1), m.dtype)
+        for m in matrices
+    )  # fmt: skip
+
+
+def draft_layer(w: Any, embed_nH: Tensor, *arguments: Any, supported: bool) -> Tensor:
+    """Decoder layer of an EAGLE-3 head over n rows -> next states [n, H]; see `draft_layer/reference.py`.
+
+    `supported`: what `supports_draft` said of the weights.
+    """
+    module = _choose("draft_layer", supported and embed_nH.size(0) <= MAX_ROWS and not torch.is_grad_enabled())
+    return module.draft_layer(w, embed_nH, *arguments)  # type: ignore[no-any-return]
+
+
+def draft_propose(*arguments: Any, supported: bool) -> Any:
+    """Best tokens and statistics of a draft head at n states; see `draft_propose/reference.py`."""
+    module = _choose("draft_propose", supported and not torch.is_grad_enabled())
+    return module.draft_propose(*arguments)

@@ -1,0 +1,89 @@
+"""CPU kernel of `draft_propose` (numba): see `reference.py` for the mathematics. Equal logits: the lower id first."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from ecospec_kernels.blocks import LANES, compiled, exp, view, workspace
+from ecospec_kernels.draft_layer.cpu import product, rms
+from ecospec_kernels.draft_propose.reference import Proposals
+
+
+@numba.njit(nogil=True)
+def _best(logits: int, vocabulary: int, width: int, top: int, ids: int) -> None:
+    """The `width` largest logits, falling, and their places."""
+    x, value, place = view(logits, vocabulary, np.float32), view(top, width, np.float32), view(ids, width, np.int64)
+    value[:] = -np.inf
+    place[:] = 0
+    floor = np.float32(-np.inf)
+    for i in range(vocabulary):
+        if x[i] > floor:
+            j = width - 1
+            while j > 0 and x[i] > value[j - 1]:
+                value[j], place[j] = value[j - 1], place[j - 1]
+                j -= 1
+            value[j], place[j] = x[i], i
+            floor = value[width - 1]
+
+
+@numba.njit(nogil=True, fastmath={"contract", "reassoc"})
+def _sums(logits: int, vocabulary: int, top: float, temperature: float) -> tuple[float, float]:
+    """Sum of e = exp((logit - top) / temperature), and of e * (logit - top)."""
+    x = view(logits, vocabulary, np.float32)
+    scale, peak = np.float32(1.0 / temperature), np.float32(top)
+    total, moment = np.float32(0.0), np.float32(0.0)
+    for i in range(vocabulary):
+        gap = x[i] - peak
+        e = exp(gap * scale)
+        total += e
+        moment += e * gap
+    return total, moment
+
+
+@compiled
+def _propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: int, bf16: bool, vocabulary: int,
+             width: int, temperatures: int, t_count: int, log_probs: int, ids: int, entropies: int, normalizers: int,
+             scratch: int) -> None:  # fmt: skip
+    """All outputs dense. `scratch`: n * (3 * hidden + 2 * LANES + vocabulary) fp32."""
+    normed = scratch
+    packed = normed + n * hidden * 4
+    logits = packed + n * (hidden + 2 * LANES) * 4
+    for t in range(n):
+        rms(states + t * hidden * 4, norm, hidden, eps, normed + t * hidden * 4)
+    product(normed, n, hidden, lm_head, bf16, vocabulary, packed, logits)
+    entropy, tau = view(entropies, n, np.float32), view(temperatures, t_count, np.float64)
+    for t in range(n):
+        row, best = logits + t * vocabulary * 4, log_probs + t * width * 4
+        _best(row, vocabulary, width, best, ids + t * width * 8)
+        values = view(best, width, np.float32)
+        top = values[0]
+        total, moment = _sums(row, vocabulary, top, 1.0)
+        log_total = np.log(total)
+        entropy[t] = log_total - moment / total
+        for i in range(width):
+            values[i] -= top + log_total
+        out = view(normalizers + t * t_count * 4, t_count, np.float32)
+        for k in range(t_count):
+            total, moment = _sums(row, vocabulary, top, tau[k])
+            out[k] = np.log(total) - log_total / tau[k]
+
+
+def draft_propose(
+    states_nH: Tensor, norm_H: Tensor, eps: float, lm_head_VH: Tensor, width: int, temperatures: tuple[float, ...]
+) -> Proposals:
+    """Same contract as the reference."""
+    n, hidden = states_nH.shape
+    vocabulary, count = lm_head_VH.shape[0], len(temperatures)
+    states, tau = states_nH.contiguous(), np.array(temperatures, np.float64)
+    result = Proposals(
+        torch.empty((n, width)), torch.empty((n, width), dtype=torch.int64), torch.empty(n), torch.empty((n, count))
+    )
+    _propose(
+        states.data_ptr(), n, hidden, norm_H.data_ptr(), eps, lm_head_VH.data_ptr(), lm_head_VH.dtype == torch.bfloat16,
+        vocabulary, width, tau.ctypes.data, count, *(x.data_ptr() for x in result),
+        workspace(n * (3 * hidden + 2 * LANES + vocabulary)),
+    )  # fmt: skip
+    return result

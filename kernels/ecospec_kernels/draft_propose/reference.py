@@ -1,0 +1,35 @@
+"""`draft_propose`: what a draft head proposes at each state: norm, output matrix, log-softmax, the best tokens.
+
+Legend of shapes: n states, H hidden, V draft vocabulary, w proposals, t temperatures.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Proposals(NamedTuple):
+    """All float32 but the ids."""
+
+    log_probs: Tensor  # [n, w] falling
+    ids: Tensor  # [n, w] int64 draft ids
+    entropies: Tensor  # [n] nats
+    log_normalizers: Tensor  # [n, t] log sum_j exp(log p_j / temperature)
+
+
+def draft_propose(
+    states_nH: Tensor, norm_H: Tensor, eps: float, lm_head_VH: Tensor, width: int, temperatures: tuple[float, ...]
+) -> Proposals:
+    """The `width` best tokens of each state with their log-probabilities, and the whole distribution's statistics."""
+    normed = F.rms_norm(states_nH, norm_H.shape, norm_H, eps)
+    log_probs = F.linear(normed, lm_head_VH.to(normed.dtype)).float().log_softmax(-1)
+    best = log_probs.topk(width)
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    normalizers = [(log_probs / t).logsumexp(-1) for t in temperatures]
+    return Proposals(
+        best.values, best.indices, entropies, torch.stack(normalizers, dim=-1) if normalizers else log_probs[:, :0]
+    )

@@ -1,0 +1,1 @@
+"""The op `expert_mlp`; call it through `ecospec_kernels.dispatch`."""

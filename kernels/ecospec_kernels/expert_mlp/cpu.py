@@ -1,0 +1,134 @@
+"""CPU kernel of `expert_mlp` (numba): see `reference.py` for the mathematics, `blocks.py` for how it runs."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from ecospec_kernels.blocks import (
+    LANES, compiled, exp, matmul, pack_row, plane_length, read_row, view, workspace, write_row,
+)  # fmt: skip
+from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
+
+
+@numba.njit(nogil=True)
+def _sort_pairs(index: int, pairs: int, experts: int, starts: int, order: int) -> bool:
+    """Pairs (token, slot) by expert: those of e are order[starts[e]:starts[e + 1]], rising. False: an id out of range."""
+    ids, begin, sorted_pairs = view(index, pairs, np.int64), view(starts, experts + 2, np.int64), view(order, pairs, np.int64)
+    for e in range(experts + 2):
+        begin[e] = 0
+    for i in range(pairs):
+        if ids[i] < 0 or ids[i] > experts:
+            return False
+        begin[ids[i] + 1] += 1
+    for e in range(experts + 1):
+        begin[e + 1] += begin[e]
+    for i in range(pairs - 1, -1, -1):  # from the back: begin[e + 1] falls from the end of e to its start
+        begin[ids[i] + 1] -= 1
+        sorted_pairs[begin[ids[i] + 1]] = i
+    for e in range(experts + 1):  # now begin[e + 1] is the start of e: move down by one
+        begin[e] = begin[e + 1]
+    begin[experts + 1] = pairs
+    return True
+
+
+@numba.njit(nogil=True, fastmath={"contract"})
+def _swiglu(gate_up: int, units: int, row: int) -> None:
+    values, out = view(gate_up, 2 * units, np.float32), view(row, units, np.float32)
+    for i in range(units):
+        gate = values[i]
+        out[i] = gate / (np.float32(1.0) + exp(-gate)) * values[units + i]
+
+
+@compiled
+def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int, experts: int, gate_up: int, down: int,
+             units: int, x_bf16: bool, w_bf16: bool, part: int, parts: int, y: int, scratch: int) -> bool:  # fmt: skip
+    """y [n * slots, hidden] (fp32): each pair's expert output, for every `parts`-th touched expert from `part` on."""
+    planes, size = 2 if w_bf16 else 1, 2 if w_bf16 else 4
+    in_plane, mid_plane = plane_length(hidden, planes), plane_length(units, planes)
+    in_stride, mid_stride = 4 * planes * in_plane, 4 * planes * mid_plane
+    starts, order = scratch, scratch + 8 * (experts + 2)  # the layout that _scratch_size counts
+    row = order + 8 * n * slots
+    packed_in = row + 4 * max(hidden, units)
+    packed_mid = packed_in + n * in_stride
+    inner = packed_mid + n * mid_stride
+    outer = inner + 8 * n * units
+    if not _sort_pairs(index, n * slots, experts, starts, order):
+        return False
+    begins, pair = view(starts, experts + 2, np.int64), view(order, n * slots, np.int64)
+    touched = 0
+    for e in range(experts):
+        begin, count = begins[e], begins[e + 1] - begins[e]
+        if count == 0:
+            continue
+        touched += 1
+        if touched % parts != part:
+            continue
+        # An expert named twice by one token has more pairs than tokens: take them n at a time.
+        for chunk in range(begin, begin + count, n):
+            rows = min(n, begin + count - chunk)
+            for i in range(rows):
+                read_row(x + pair[chunk + i] // slots * x_stride, hidden, x_bf16, row)
+                pack_row(row, hidden, planes, packed_in + i * in_stride)
+            matmul(w_bf16, gate_up + e * 2 * units * hidden * size, hidden * size, hidden // planes, 0, 2 * units,
+                   packed_in, in_stride, in_plane, rows, inner, 8 * units)  # fmt: skip
+            for i in range(rows):
+                _swiglu(inner + 8 * i * units, units, row)
+                pack_row(row, units, planes, packed_mid + i * mid_stride)
+            matmul(w_bf16, down + e * hidden * units * size, units * size, units // planes, 0, hidden,
+                   packed_mid, mid_stride, mid_plane, rows, outer, 4 * hidden)  # fmt: skip
+            for i in range(rows):
+                write_row(outer + 4 * i * hidden, hidden, False, y + pair[chunk + i] * hidden * 4)
+    return True
+
+
+def _scratch_size(n: int, hidden: int, units: int, slots: int, experts: int) -> int:
+    """fp32 numbers that `_experts` needs."""
+    return 2 * (experts + 2 + n * slots) + max(hidden, units) + n * (2 * hidden + 3 * units + 4 * LANES)
+
+
+@compiled
+def _combine(y: int, n: int, hidden: int, index: int, weights: int, slots: int, experts: int, out: int, bf16: bool,
+             weight_bf16: bool, scratch: int) -> None:  # fmt: skip
+    """out[t] = sum over slots, in order, of weight * y; sentinels (id == experts) add nothing."""
+    ids = view(index, n * slots, np.int64)
+    row, factor = view(scratch, hidden, np.float32), scratch + 4 * hidden
+    read_row(weights, n * slots, weight_bf16, factor)
+    scale = view(factor, n * slots, np.float32)
+    for t in range(n):
+        for i in range(hidden):
+            row[i] = 0
+        for pair in range(t * slots, (t + 1) * slots):
+            if ids[pair] < experts:
+                values = view(y + pair * hidden * 4, hidden, np.float32)
+                for i in range(hidden):
+                    row[i] += scale[pair] * values[i]
+        write_row(scratch, hidden, bf16, out + t * hidden * (2 if bf16 else 4))
+
+
+def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Same contract as the reference; see `dispatch.supports_experts` for what it takes."""
+    n, hidden = hidden_ND.shape
+    slots, experts, units = index_NK.size(1), gate_up.size(0), down.size(2)
+    x_bf16, w_bf16 = hidden_ND.dtype == torch.bfloat16, gate_up.dtype == torch.bfloat16
+    y = torch.empty((n * slots, hidden), dtype=torch.float32)
+    out = torch.empty_like(hidden_ND)
+    index = index_NK.data_ptr()
+    arguments = (
+        hidden_ND.data_ptr(), hidden_ND.stride(0) * (2 if x_bf16 else 4), n, hidden, index, slots, experts,
+        gate_up.data_ptr(), down.data_ptr(), units, x_bf16, w_bf16,
+    )  # fmt: skip
+    size = _scratch_size(n, hidden, units, slots, experts)
+    address, threads = y.data_ptr(), torch.get_num_threads()
+    if threads == 1 or slots * 3 * units * hidden * gate_up.element_size() < SPLIT_BYTES:
+        known = _experts(*arguments, 0, 1, address, workspace(size))
+    else:
+        parts = pool(threads).map(lambda p: _experts(*arguments, p, threads, address, workspace(size)), range(threads))
+        known = all(list(parts))
+    if not known:
+        raise IndexError(f"expert id outside [0, {experts}]")
+    _combine(address, n, hidden, index, weight_NK.data_ptr(), slots, experts, out.data_ptr(), x_bf16,
+             weight_NK.dtype == torch.bfloat16, workspace(hidden + n * slots))  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""The op `few_row_linear`; call it through `ecospec_kernels.dispatch`."""

@@ -1,0 +1,72 @@
+"""CPU kernel of `few_row_linear` (numba): see `reference.py` for the mathematics, `blocks.py` for how it runs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ecospec_kernels.blocks import (
+    BLOCK, LANES, compiled, matmul, pack_row, plane_length, read_row, view, workspace, write_row,
+)  # fmt: skip
+
+SPLIT_BYTES = 1 << 20  # weights smaller than this are not worth a second thread
+
+
+@compiled
+def _linear(x: int, x_stride: int, n: int, columns: int, w: int, w_stride: int, outputs: int, first: int, last: int,
+            bias: int, out: int, x_bf16: bool, w_bf16: bool, scratch: int) -> None:  # fmt: skip
+    """Outputs [first, last) of every row; `scratch` holds a row, the packed rows and the fp32 sums (`_scratch_size`)."""
+    planes, size = 2 if w_bf16 else 1, 2 if x_bf16 else 4
+    plane = plane_length(columns, planes)
+    packed = scratch + 4 * max(columns, outputs)
+    sums = packed + 4 * n * planes * plane
+    for t in range(n):
+        read_row(x + t * x_stride, columns, x_bf16, scratch)
+        pack_row(scratch, columns, planes, packed + 4 * t * planes * plane)
+    matmul(w_bf16, w, w_stride, columns // planes, first, last, packed, planes * plane * 4, plane, n, sums, outputs * 4)
+    if bias:
+        read_row(bias, outputs, w_bf16, scratch)
+    for t in range(n):
+        values = sums + 4 * t * outputs
+        if bias:
+            added, row = view(scratch, outputs, np.float32), view(values, outputs, np.float32)
+            for o in range(first, last):
+                row[o] += added[o]
+        write_row(values + 4 * first, last - first, x_bf16, out + (t * outputs + first) * size)
+
+
+def _scratch_size(n: int, columns: int, outputs: int) -> int:
+    return max(columns, outputs) + n * (columns + 2 * LANES + outputs)
+
+
+@cache
+def pool(threads: int) -> ThreadPoolExecutor:
+    """Worker threads; the kernels release the GIL."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="ecospec")
+
+
+def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, K] @ weight [O, K].T (+ bias [O]) -> [n, O] in x's dtype; see `dispatch.supports_linear` for what it takes."""
+    n, columns = x.shape
+    outputs = weight.size(0)
+    out = torch.empty((n, outputs), dtype=x.dtype)
+    x_bf16, w_bf16 = x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16
+    arguments = (
+        x.data_ptr(), x.stride(0) * (2 if x_bf16 else 4), n, columns,
+        weight.data_ptr(), weight.stride(0) * (2 if w_bf16 else 4), outputs,
+    )  # fmt: skip
+    rest = (0 if bias is None else bias.data_ptr(), out.data_ptr(), x_bf16, w_bf16)
+    size = _scratch_size(n, columns, outputs)
+    threads = torch.get_num_threads()
+    if threads == 1 or weight.numel() * weight.element_size() < SPLIT_BYTES:
+        _linear(*arguments, 0, outputs, *rest, workspace(size))
+        return out
+    blocks = -(-outputs // BLOCK)
+    edges = [blocks * i // threads * BLOCK for i in range(threads)] + [outputs]
+    spans = [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    list(pool(threads).map(lambda span: _linear(*arguments, *span, *rest, workspace(size)), spans))
+    return out

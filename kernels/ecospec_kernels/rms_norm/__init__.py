@@ -1,0 +1,1 @@
+"""The op `rms_norm`; call it through `ecospec_kernels.dispatch`."""

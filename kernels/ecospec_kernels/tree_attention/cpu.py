@@ -1,0 +1,121 @@
+"""CPU kernel of `tree_attention` (numba), bf16 only: see `reference.py` for the mathematics.
+
+Each row first gathers the keys it may see, in order, and only then takes maximum, sum and values over them: the result
+is bit for bit the one of a pass that holds no other keys.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from ecospec_kernels.blocks import (
+    BLOCK, LANES, compiled, exp, load_bf16, matmul_bf16, pack_row, plane_length, read_row, view, workspace, write_row,
+)  # fmt: skip
+
+MASKED = np.float32(-1e30)  # additive masks at or below this hide a key
+NO_MASK, BOOL_MASK, BF16_MASK, FP32_MASK = range(4)
+
+
+@numba.njit(nogil=True)
+def _bias(mask: int, kind: int, j: int) -> np.float32:
+    """Additive mask of one key; MASKED or less hides it."""
+    if kind == NO_MASK:
+        return np.float32(0.0)
+    if kind == BOOL_MASK:
+        return np.float32(0.0) if view(mask, j + 1, np.uint8)[j] else np.float32(-np.inf)
+    if kind == BF16_MASK:
+        return load_bf16(view(mask, j + 1, np.uint16)[j])
+    return view(mask, j + 1, np.float32)[j]
+
+
+@numba.njit(nogil=True, fastmath={"contract", "reassoc"})
+def _softmax(scores: int, kept: int) -> None:
+    """Softmax in place over `kept` fp32 numbers."""
+    p = view(scores, kept, np.float32)
+    top = p[0]
+    for i in range(kept):
+        top = max(top, p[i])
+    total = np.float32(0.0)
+    for i in range(kept):
+        p[i] = exp(p[i] - top)
+        total += p[i]
+    for i in range(kept):
+        p[i] /= total
+
+
+@numba.njit(nogil=True, fastmath={"contract"})
+def _add_values(row: int, v: int, v_stride: int, keys: int, weights: int, kept: int, dim: int) -> None:
+    """row [dim] = sum of weights[i] * v[keys[i]], in order."""
+    out, index, weight = view(row, dim, np.float32), view(keys, kept, np.int64), view(weights, kept, np.float32)
+    for d in range(dim):
+        out[d] = 0
+    for i in range(kept):
+        values, w = view(v + index[i] * v_stride, dim, np.uint16), weight[i]
+        for d in range(dim):
+            out[d] += w * load_bf16(values[d])
+
+
+@compiled
+def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v: int, v_head: int, v_row: int,
+            mask: int, mask_row: int, mask_kind: int, heads: int, groups: int, n: int, keys: int, dim: int,
+            scale: float, out: int, scratch: int) -> None:  # fmt: skip
+    """Strides in bytes. `keys` >= BLOCK. `scratch`: laid out as `_scratch_size` counts."""
+    plane = plane_length(dim, 2)
+    share, stride = heads // groups, 8 * plane
+    kept_keys = scratch
+    row = kept_keys + 8 * keys
+    packed = row + 4 * dim
+    scores = packed + n * share * stride
+    for g in range(groups):
+        for h in range(share):
+            for t in range(n):
+                read_row(q + (g * share + h) * q_head + t * q_row, dim, True, row)
+                pack_row(row, dim, 2, packed + (h * n + t) * stride)
+        matmul_bf16(k + g * k_head, k_row, dim // 2, 0, keys, packed, stride, plane, share * n, scores, 4 * keys)
+        index = view(kept_keys, keys, np.int64)
+        for h in range(share):
+            for t in range(n):
+                line = scores + (h * n + t) * 4 * keys
+                score = view(line, keys, np.float32)
+                kept = 0
+                for j in range(keys):
+                    bias = _bias(mask + t * mask_row, mask_kind, j)
+                    if bias > MASKED:
+                        score[kept] = score[j] * np.float32(scale) + bias
+                        index[kept] = j
+                        kept += 1
+                _softmax(line, kept)
+                _add_values(row, v + g * v_head, v_row, kept_keys, line, kept, dim)
+                write_row(row, dim, True, out + (t * heads + g * share + h) * dim * 2)
+
+
+def _scratch_size(n: int, share: int, keys: int, dim: int) -> int:
+    """fp32 numbers that `_attend` needs."""
+    return 2 * keys + dim + n * share * (dim + 2 * LANES + keys)
+
+
+def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float) -> Tensor:
+    """Same contract as the reference; see `dispatch.supports_attention` for what it takes."""
+    heads, n, dim = q_HnD.shape
+    groups, keys, _ = k_GJD.shape
+    if keys < BLOCK:  # pad with hidden keys
+        shown = torch.ones((n, keys), dtype=torch.bool) if mask_nJ is None else mask_nJ
+        padding = (0, BLOCK - keys)
+        mask_nJ = torch.nn.functional.pad(shown, padding, value=False if shown.dtype == torch.bool else -torch.inf)
+        k_GJD, v_GJD = (torch.nn.functional.pad(x, (0, 0, *padding)) for x in (k_GJD, v_GJD))
+        keys = BLOCK
+    out = torch.empty((n, heads, dim), dtype=torch.bfloat16)
+    q_head, q_row, _ = q_HnD.stride()
+    k_head, k_row, _ = k_GJD.stride()
+    v_head, v_row, _ = v_GJD.stride()
+    mask, mask_row, kind = 0, 0, NO_MASK
+    if mask_nJ is not None:
+        kind = {torch.bool: BOOL_MASK, torch.bfloat16: BF16_MASK, torch.float32: FP32_MASK}[mask_nJ.dtype]
+        mask, mask_row = mask_nJ.data_ptr(), mask_nJ.stride(0) * mask_nJ.element_size()
+    _attend(q_HnD.data_ptr(), 2 * q_head, 2 * q_row, k_GJD.data_ptr(), 2 * k_head, 2 * k_row, v_GJD.data_ptr(),
+            2 * v_head, 2 * v_row, mask, mask_row, kind, heads, groups, n, keys, dim, scale, out.data_ptr(),
+            workspace(_scratch_size(n, heads // groups, keys, dim)))  # fmt: skip
+    return out

@@ -1,0 +1,22 @@
+"""`tree_attention`: attention of the few rows of a verification pass over cached and new keys, under any mask.
+
+out[t, h] = sum_j softmax_j(scale * q[h, t] . k[g, j] + mask[t, j]) v[g, j], with g the key-value head of h.
+
+Shapes: n rows, H query heads, G key-value heads, J keys (cached rows first, then the n new ones), D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float) -> Tensor:
+    """-> [n, H, D] in q's dtype. `mask`: None (every key), bool (True: may look) or additive of q's dtype."""
+    group = q_HnD.size(0) // k_GJD.size(0)
+    k, v = (x.float().repeat_interleave(group, 0) for x in (k_GJD, v_GJD))
+    scores_HnJ = scale * q_HnD.float() @ k.mT
+    if mask_nJ is not None:
+        bias = torch.zeros(mask_nJ.shape).masked_fill(~mask_nJ, -torch.inf) if mask_nJ.dtype == torch.bool else mask_nJ
+        scores_HnJ = scores_HnJ + bias.float()
+    return (scores_HnJ.softmax(-1) @ v).transpose(0, 1).to(q_HnD.dtype).contiguous()
