@@ -1,22 +1,26 @@
 """EAGLE-3 draft head: one decoder layer over (target features, next token), used again on its own states below the root.
 
-A step: attention over `cat(input_layernorm(embedding), hidden_norm(h))`, then the MLP; logits are `lm_head(norm(h'))`, and
-the next step's h is the pre-norm h'. The first h of a row is `fc` of the target's captured hidden states.
+The first h of a row is `fc` of the target's captured hidden states; the layer (see `ecospec_kernels.draft_layer`) gives the
+next h; logits are `lm_head(norm(h))`, and what feeds on is the pre-norm h.
 Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test", arXiv 2503.01840.
 
-Legend of shapes: N rows, H hidden, D head dim, A heads*D, G key-value heads, g query heads per key-value head, F feature
-width, V draft vocabulary, P committed rows, R roots, b beam, t expanded tree rows.
+Legend of shapes: m rows, H hidden, D head dim, G key-value heads, F feature width, V draft vocabulary, b beam.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from ecospec_kernels import dispatch
+from ecospec_kernels.draft_layer.reference import LayerWeights, Rope, linear
+from ecospec_kernels.draft_propose.reference import Proposals
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ecospec_runtime.checkpoint import DTYPES, fingerprint
@@ -24,61 +28,46 @@ from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters.eagle3_config import HeadConfig, check_fit, checked_map, read_head_config, read_tensors
 from ecospec_runtime.drafters.tree import grow
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.pool import Pool
+from ecospec_runtime.pool import Ints, Pool
 
-_CHUNK = 512  # rows of one extension pass
-_ELEMENTS = 1 << 24  # largest intermediate of a batched expansion
+_CHUNK = 64  # rows of one extension pass; what the kernel takes
+_ROOM = 512  # rows of a new sequence's buffers
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The head's weights in the form its arithmetic wants: projections concatenated, the query scale folded in."""
+    """The head's weights in the form that computes. Matrices may be stored in bf16 while everything else is float32."""
 
-    config: HeadConfig
+    layer: LayerWeights
     fc_HF: Tensor
-    qkv_AH: Tensor  # [(heads + 2 G) * D, 2H]
-    out_HA: Tensor
-    gate_up_IH: Tensor
-    down_HI: Tensor
     lm_head_VH: Tensor
-    input_norm_H: Tensor
-    hidden_norm_H: Tensor
-    post_norm_H: Tensor
     final_norm_H: Tensor
     feature_norms: tuple[Tensor, ...]  # one over all features, or one per captured layer, or none
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm over the last dimension."""
-        return F.rms_norm(x, weight.shape, weight, self.config.eps)
-
-    def fuse(self, features_NF: Tensor) -> Tensor:
-        """First state `[N, H]` of a row from the target's features."""
+    def fuse(self, features_mF: Tensor) -> Tensor:
+        """First h `[..., m, H]` of a row from the target's features."""
         if self.feature_norms:
-            parts = features_NF.split([w.shape[0] for w in self.feature_norms], dim=-1)
-            features_NF = torch.cat([self.norm(x, w) for x, w in zip(parts, self.feature_norms, strict=True)], dim=-1)
-        return F.linear(features_NF, self.fc_HF)
+            parts = features_mF.split([w.shape[0] for w in self.feature_norms], dim=-1)
+            normed = [self.layer.norm(x, w) for x, w in zip(parts, self.feature_norms, strict=True)]
+            features_mF = torch.cat(normed, dim=-1)
+        if features_mF.dim() == 2:
+            return dispatch.few_row_linear(features_mF, self.fc_HF)
+        return linear(features_mF, self.fc_HF)
 
-    def project(self, embed_NH: Tensor, h_NH: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Residual `[N, H]`, rotated queries `[N, heads, D]` and keys `[N, G, D]`, values `[N, G, D]`."""
-        c = self.config
-        normed = self.norm(h_NH, self.hidden_norm_H)
-        x = torch.cat((self.norm(embed_NH, self.input_norm_H), normed), dim=-1)
-        qkv = F.linear(x, self.qkv_AH).unflatten(-1, (c.heads + 2 * c.kv_heads, c.head_dim))
-        rotated, v = qkv.split((c.heads + c.kv_heads, c.kv_heads), dim=-2)
-        cos, sin = rope
-        rotated = rotated * cos + rotated.roll(c.head_dim // 2, -1) * sin
-        q, k = rotated.split((c.heads, c.kv_heads), dim=-2)
-        return normed if c.norm_before_residual else h_NH, q, k, v
+    def logits(self, states: Tensor) -> Tensor:
+        """Draft-vocabulary logits `[..., m, V]`."""
+        return linear(self.layer.norm(states, self.final_norm_H), self.lm_head_VH)
 
-    def finish(self, residual_NH: Tensor, attended_NA: Tensor) -> Tensor:
-        """Output projection, MLP and both residuals: the next state `[N, H]`."""
-        h = residual_NH + F.linear(attended_NA, self.out_HA)
-        gate, up = F.linear(self.norm(h, self.post_norm_H), self.gate_up_IH).chunk(2, dim=-1)
-        return h + F.linear(F.silu(gate) * up, self.down_HI)
+    def stored(self, matrices: torch.dtype, rows: torch.dtype, device: torch.device) -> HeadWeights:
+        """Detached copy with matrices and everything else in these types."""
 
-    def logits(self, states_NH: Tensor) -> Tensor:
-        """Draft-vocabulary logits `[N, V]`, float32."""
-        return F.linear(self.norm(states_NH, self.final_norm_H), self.lm_head_VH).float()
+        def convert(value: Any) -> Any:
+            return value.detach().to(device, matrices if value.dim() == 2 else rows).contiguous()
+
+        names = ("qkv", "out", "gate_up", "down", "input_norm", "hidden_norm", "post_norm")
+        layer = replace(self.layer, **{name: convert(getattr(self.layer, name)) for name in names})
+        norms = tuple(convert(w) for w in self.feature_norms)
+        return HeadWeights(layer, convert(self.fc_HF), convert(self.lm_head_VH), convert(self.final_norm_H), norms)
 
 
 def rope_tables(config: HeadConfig, positions: int) -> tuple[Tensor, Tensor]:
@@ -135,18 +124,18 @@ class Eagle3Head(nn.Module):
             feature_norms = (p["input_norm.weight"],)
         elif c.fc_norm:
             feature_norms = tuple(p[f"fc_norm.{i}.weight"] for i in range(len(c.aux_layers)))
-        return HeadWeights(
-            c, p["fc.weight"], torch.cat((q * c.head_dim**-0.5, k, v)), out,
+        layer = LayerWeights(
+            torch.cat((q, k, v)), out,
             torch.cat((p["midlayer.mlp.gate_proj.weight"], p["midlayer.mlp.up_proj.weight"])),
-            p["midlayer.mlp.down_proj.weight"], p["lm_head.weight"], p["midlayer.input_layernorm.weight"],
-            p["midlayer.hidden_norm.weight"], p["midlayer.post_attention_layernorm.weight"], p["norm.weight"],
-            feature_norms,
+            p["midlayer.mlp.down_proj.weight"], p["midlayer.input_layernorm.weight"], p["midlayer.hidden_norm.weight"],
+            p["midlayer.post_attention_layernorm.weight"], c.heads, c.kv_heads, c.head_dim, c.eps, c.norm_before_residual,
         )  # fmt: skip
+        return HeadWeights(layer, p["fc.weight"], p["lm_head.weight"], p["norm.weight"], feature_norms)
 
 
 @dataclass
 class Eagle3Sequence:
-    """Committed rows of one sequence. Buffers grow by doubling; only the first `length` rows mean anything."""
+    """Committed rows of one sequence. Buffers grow by doubling; beyond `length` they are scratch room for trees."""
 
     keys: Tensor  # [G, capacity, D]
     values: Tensor  # [G, capacity, D]
@@ -175,14 +164,22 @@ class Eagle3Drafter:
     def __init__(
         self, head: Eagle3Head, target_ids_V: Tensor, embedding: Tensor, digest: str, source: str, dtype: torch.dtype
     ):
-        """`embedding` [target vocabulary, H] is the head's own or the target's; `target_ids_V` maps draft to target ids."""
+        """`embedding` [target vocabulary, H] is the head's own or the target's; `target_ids_V` maps draft to target ids.
+
+        Matrices are kept in `dtype`; rows are computed in float32 on a CPU, in `dtype` elsewhere.
+        """
         device = embedding.device
-        with torch.no_grad():
-            self._weights = head.to(device, dtype).requires_grad_(False).weights()
         self.config, self.fingerprint, self.source = head.config, digest, source
         self.width, self.aux_layers = self.config.hidden_size, self.config.aux_layers
-        self._target_ids, self._embedding = target_ids_V.to(device), embedding.detach()
-        self._dtype, self._device = dtype, device
+        self._dtype = torch.float32 if device.type == "cpu" else dtype
+        self._weights = head.weights().stored(dtype, self._dtype, device)
+        layer = self._weights.layer
+        matrices = (layer.qkv, layer.out, layer.gate_up, layer.down, self._weights.lm_head_VH)
+        self._kernels = dispatch.ENABLED and dispatch.supports_draft(matrices, layer.head_dim, layer.input_norm)
+        if not self._kernels and dtype != self._dtype:
+            self._weights = self._weights.stored(self._dtype, self._dtype, device)
+        self._target_ids, self._draft_to_target = target_ids_V.cpu().numpy(), target_ids_V.to(device)
+        self._embedding, self._device = embedding.detach(), device
         self._rope = self._tables(self.config.max_positions)
 
     def check(self, target: Any) -> None:
@@ -190,10 +187,10 @@ class Eagle3Drafter:
         check_fit(self.config, target, self.source)
 
     def start(self) -> Eagle3Sequence:
-        """An empty sequence with room for a first few hundred rows."""
+        """An empty sequence."""
         c, kind = self.config, {"dtype": self._dtype, "device": self._device}
-        kv = (c.kv_heads, _CHUNK, c.head_dim)
-        return Eagle3Sequence(torch.zeros(kv, **kind), torch.zeros(kv, **kind), torch.zeros(_CHUNK, c.hidden_size, **kind))
+        keys, values = (torch.zeros(c.kv_heads, _ROOM, c.head_dim, **kind) for _ in range(2))
+        return Eagle3Sequence(keys, values, torch.zeros(_ROOM, c.hidden_size, **kind))
 
     @torch.inference_mode()
     def extend(self, sequence: Eagle3Sequence, tokens_m: Tensor | Sequence[int], features_mF: Tensor) -> None:
@@ -203,7 +200,13 @@ class Eagle3Drafter:
             raise ValueError(f"{tokens.shape[0]} tokens but {features_mF.shape[0]} feature rows")
         sequence.reserve(sequence.length + tokens.shape[0])
         for begin in range(0, tokens.shape[0], _CHUNK):
-            self._append(sequence, tokens[begin : begin + _CHUNK], features_mF[begin : begin + _CHUNK])
+            part = tokens[begin : begin + _CHUNK]
+            past, total = sequence.length, sequence.length + part.shape[0]
+            h = self._weights.fuse(features_mF[begin : begin + _CHUNK].to(self._device, self._dtype))
+            causal = torch.ones(part.shape[0], part.shape[0], dtype=torch.bool, device=self._device).tril()
+            recent = (sequence.keys[:, past:total], sequence.values[:, past:total])
+            sequence.states[past:total] = self._layer(sequence, part, h, past, past, recent, causal)
+            sequence.tokens.extend(part.tolist())
 
     def expand(
         self, sequence: Eagle3Sequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
@@ -220,106 +223,60 @@ class Eagle3Drafter:
         """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
         if roots and not 0 <= min(roots) <= max(roots) < sequence.length:
             raise ValueError(f"roots must be in 0..{sequence.length - 1}")
-        rows = config.beam * config.depth
-        widest = max(rows * self.config.draft_vocab_size, config.beam * self.config.heads * (sequence.length + rows))
-        chunk = max(1, _ELEMENTS // widest)
-        pools: list[Pool] = []
-        for begin in range(0, len(roots), chunk):
-            part = roots[begin : begin + chunk]
-            rows_R = torch.tensor(part, device=self._device)
-            before = sequence.states[(rows_R - 1).clamp(min=0)] * (rows_R > 0)[:, None]
-            step = _TreeStep(self, sequence, rows_R, last_only=part == [sequence.length - 1])
-            tokens = [sequence.tokens[r] for r in part]
-            pools += grow(
-                before, sequence.states[rows_R], tokens, config, temperatures, self._weights.logits, step, self._target_ids
+        c = self.config
+        room = (c.kv_heads, config.beam * config.depth, c.head_dim)
+        tree = tuple(torch.empty(room, dtype=self._dtype, device=self._device) for _ in range(2))
+        return [self._pool(sequence, root, config, temperatures, tree) for root in roots]
+
+    def _pool(
+        self, sequence: Eagle3Sequence, root: int, config: PoolConfig, temperatures: tuple[float, ...],
+        tree: tuple[Tensor, ...],
+    ) -> Pool:  # fmt: skip
+        """The pool of row `root`; `tree` is room for the keys and values of its expanded nodes."""
+        w, width = self._weights, min(config.width, self.config.draft_vocab_size)
+
+        def propose(states: Tensor) -> Proposals:
+            return dispatch.draft_propose(  # type: ignore[no-any-return]
+                states, w.final_norm_H, w.layer.eps, w.lm_head_VH, width, temperatures, supported=self._kernels
             )
-        return pools
 
-    def _append(self, sequence: Eagle3Sequence, tokens_m: Tensor, features_mF: Tensor) -> None:
-        """One causal pass over m new rows."""
-        w, past, m = self._weights, sequence.length, tokens_m.shape[0]
-        total = past + m
-        embed = F.embedding(tokens_m, self._embedding).to(self._dtype)
-        h = w.fuse(features_mF.to(self._device, self._dtype))
-        residual, q, k, v = w.project(embed, h, self.rope(past, total))
-        sequence.keys[:, past:total] = k.transpose(0, 1)
-        sequence.values[:, past:total] = v.transpose(0, 1)
-        scores = self._grouped(q) @ sequence.keys[:, :total].transpose(1, 2)
-        if m > 1:
-            hidden = torch.ones(m, total, dtype=torch.bool, device=self._device).triu(past + 1)
-            scores = scores.view(-1, m, self.config.groups, total).masked_fill_(hidden[:, None], -torch.inf).flatten(1, 2)
-        attended = scores.softmax(-1) @ sequence.values[:, :total]
-        sequence.states[past:total] = w.finish(residual, self._ungrouped(attended, m))
-        sequence.tokens.extend(tokens_m.tolist())
+        def step(level: int, ids_b: Ints, h_bH: Tensor, seen: NDArray[np.bool_]) -> Tensor:
+            tokens = self._draft_to_target[torch.from_numpy(ids_b).to(self._device)]
+            recent = tuple(x[:, : seen.shape[1]] for x in tree)
+            mask = torch.from_numpy(seen).to(self._device)
+            return self._layer(sequence, tokens, h_bH, root + 1, root + level, recent, mask, same_position=True)
 
-    def _grouped(self, q_NAD: Tensor) -> Tensor:
-        """Queries `[N, heads, D]` as `[G, N * g, D]`."""
-        return q_NAD.unflatten(1, (self.config.kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+        states = sequence.states
+        before = states[root - 1] if root else torch.zeros_like(states[0])
+        return grow(before, states[root], sequence.tokens[root], config, temperatures, propose, step, self._target_ids)
 
-    def _ungrouped(self, attended: Tensor, rows: int) -> Tensor:
-        """Attention output `[G, N * g, D]` as `[N, A]`."""
-        return attended.view(self.config.kv_heads, rows, -1, self.config.head_dim).transpose(0, 1).flatten(1)
+    def _layer(
+        self, sequence: Eagle3Sequence, tokens: Tensor, h: Tensor, past: int, position: int, recent: tuple[Tensor, ...],
+        seen: Tensor, same_position: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """States after `tokens` (target ids) on h, at `position` or from there on; see `draft_layer`."""
+        embed = F.embedding(tokens, self._embedding).to(self._dtype)
+        rope = self._rotation(position, position + (1 if same_position else tokens.shape[0]))
+        keys, values = sequence.keys[:, :past], sequence.values[:, :past]
+        return dispatch.draft_layer(
+            self._weights.layer, embed, h, rope, keys, values, *recent, seen, supported=self._kernels
+        )
 
-    def rope(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    def _rotation(self, begin: int, end: int) -> Rope:
         """Rotation of positions begin..end-1; the tables double when a sequence outgrows them."""
         if end > self._rope[0].shape[0]:
             self._rope = self._tables(max(end, 2 * self._rope[0].shape[0]))
         return self._rope[0][begin:end], self._rope[1][begin:end]
 
-    def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
+    def _tables(self, positions: int) -> Rope:
         cos, sin = rope_tables(self.config, positions)
         return cos.to(self._device, self._dtype), sin.to(self._device, self._dtype)
-
-
-class _TreeStep:
-    """One level of R trees at once: attention over each root's committed rows and over the node's own path."""
-
-    def __init__(self, drafter: Eagle3Drafter, sequence: Eagle3Sequence, rows_R: Tensor, last_only: bool):
-        self.drafter, self.rows, self.last_only = drafter, rows_R, last_only
-        length = sequence.length if last_only else int(rows_R.max()) + 1
-        self.keys, self.values = sequence.keys[:, :length], sequence.values[:, :length]
-        self.tree_keys: list[Tensor] = []  # per level [G, R, b, D]
-        self.tree_values: list[Tensor] = []
-        self.hidden_RP = torch.arange(length, device=rows_R.device) > rows_R[:, None]
-
-    def __call__(self, level: int, ids_N: Tensor, h_NH: Tensor, ancestors: Tensor) -> Tensor:
-        """States `[N, H]` after the tokens `ids_N` (draft ids) on the states that proposed them."""
-        d, roots = self.drafter, self.rows.shape[0]
-        embed = F.embedding(d._target_ids[ids_N], d._embedding).to(d._dtype)
-        residual, q, k, v = d._weights.project(embed, h_NH, self._rotation(level, ids_N.shape[0] // roots))
-        for x, store in ((k, self.tree_keys), (v, self.tree_values)):
-            store.append(x.transpose(0, 1).unflatten(1, (roots, -1)))
-        attended = self._attend(d._grouped(q), ancestors)
-        return d._weights.finish(residual, d._ungrouped(attended, ids_N.shape[0]))
-
-    def _rotation(self, level: int, beam: int) -> tuple[Tensor, Tensor]:
-        """Tables for nodes at depth `level` below each root; root row r sits at position r."""
-        if self.last_only:
-            position = self.keys.shape[1] - 1 + level
-            return self.drafter.rope(position, position + 1)
-        cos, sin = self.drafter.rope(0, self.keys.shape[1] + level)
-        positions = (self.rows + level).repeat_interleave(beam)
-        return cos[positions], sin[positions]
-
-    def _attend(self, q: Tensor, ancestors_Rbt: Tensor) -> Tensor:
-        """Attention `[G, R * b * g, D]` of queries in that layout."""
-        groups, roots = self.drafter.config.groups, self.rows.shape[0]
-        past = self.keys.shape[1]
-        keys, values = torch.cat(self.tree_keys, dim=2), torch.cat(self.tree_values, dim=2)
-        committed = (q @ self.keys.transpose(1, 2)).unflatten(1, (roots, -1))
-        if not self.last_only:
-            committed.masked_fill_(self.hidden_RP[:, None], -torch.inf)
-        own = q.unflatten(1, (roots, -1)) @ keys.transpose(2, 3)
-        own = own.masked_fill_(~ancestors_Rbt.repeat_interleave(groups, dim=1), -torch.inf)
-        weights = torch.cat((committed, own), dim=-1).softmax(-1)
-        attended = weights[..., :past].flatten(1, 2) @ self.values
-        return attended + (weights[..., past:] @ values).flatten(1, 2)
 
 
 def load_eagle3(folder: Path, source: str, target: Any, dtype: str = "auto") -> Eagle3Drafter:
     """Load a head in the flat published layout for a target. Raises UserError naming the file, tensor or key at fault.
 
-    `dtype` auto computes in float32 on a CPU (faster there for a few rows) and as saved elsewhere.
+    `dtype` is how matrices are kept: auto as saved. Rows are computed in float32 on a CPU, whatever `dtype`.
     """
     tensors = read_tensors(folder)
     config = read_head_config(folder, target, tensors)
@@ -327,13 +284,13 @@ def load_eagle3(folder: Path, source: str, target: Any, dtype: str = "auto") -> 
     target_ids = checked_map(config, tensors, source)
     head = Eagle3Head(config)
     fill(head, {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, source)
-    saved = tensors["fc.weight"].dtype
-    wanted = DTYPES[dtype]
-    if not isinstance(wanted, torch.dtype):
-        wanted = torch.float32 if target.device.type == "cpu" else saved
+    kept = DTYPES[dtype] if dtype != "auto" else tensors["fc.weight"].dtype
+    assert isinstance(kept, torch.dtype)
+    if kept not in (torch.float32, torch.bfloat16):
+        kept = torch.float32 if target.device.type == "cpu" else torch.bfloat16
     shared = target.model.get_input_embeddings().weight
-    own = head.embed_tokens.weight.to(shared.device, wanted) if config.own_embedding else None
-    return Eagle3Drafter(head, target_ids, shared if own is None else own, fingerprint(folder), source, wanted)
+    own = head.embed_tokens.weight.to(shared.device, kept) if config.own_embedding else None
+    return Eagle3Drafter(head, target_ids, shared if own is None else own, fingerprint(folder), source, kept)
 
 
 def fill(head: Eagle3Head, tensors: dict[str, Tensor], source: str) -> None:

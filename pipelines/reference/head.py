@@ -124,15 +124,14 @@ class Unroll:
 
     def first(self) -> Tensor:
         """States `[B, J, H]` of step 0: causal attention over the true rows."""
-        c = self.w.config
         cos, sin = (table[: self.rows] for table in self.rope)
         h = self.w.fuse(self.features)
-        residual, q, k, v = self.w.project(self.embed[:, 1:], h, (cos, sin))
+        residual, q, k, v = self.w.layer.project(self.embed[:, 1:], h, (cos, sin))
         self.keys, self.values = k.transpose(1, 2), v.transpose(1, 2)  # [B, G, J, D]
         attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2), self.keys, self.values, is_causal=True, scale=1.0, enable_gqa=c.groups > 1
+            q.transpose(1, 2), self.keys, self.values, is_causal=True, enable_gqa=True
         )
-        self.states = self.w.finish(residual, attended.transpose(1, 2).flatten(2))
+        self.states = self.w.layer.finish(residual, attended.transpose(1, 2).flatten(2))
         return self.states
 
     def choose(self, starts_C: Tensor) -> None:
@@ -143,21 +142,22 @@ class Unroll:
 
     def step(self, k: int) -> Tensor:
         """States `[B, C, H]` of step k of every chain: row start + k on the state of step k - 1."""
-        c = self.w.config
+        w = self.w.layer
+        groups = w.heads // w.kv_heads
         rows = self.starts + k
         rope = (self.rope[0][rows], self.rope[1][rows])
-        residual, q, key, value = self.w.project(self.embed[:, rows + 1], self.h, rope)
+        residual, q, key, value = self.w.layer.project(self.embed[:, rows + 1], self.h, rope)
         self.chain_keys.append(key)
         self.chain_values.append(value)
-        q = q.unflatten(2, (c.kv_heads, c.groups)).permute(0, 2, 1, 3, 4)  # [B, G, C, g, D]
+        q = q.unflatten(2, (w.kv_heads, groups)).permute(0, 2, 1, 3, 4) * w.head_dim**-0.5  # [B, G, C, g, D]
         true = q.flatten(2, 3) @ self.keys.transpose(2, 3)
-        true = true.unflatten(2, (-1, c.groups)).masked_fill(self.hidden_CJ[:, None], -torch.inf)  # [B, G, C, g, J]
+        true = true.unflatten(2, (-1, groups)).masked_fill(self.hidden_CJ[:, None], -torch.inf)  # [B, G, C, g, J]
         keys = torch.stack(self.chain_keys, dim=3).permute(0, 2, 1, 4, 3)  # [B, G, C, D, k]
         values = torch.stack(self.chain_values, dim=2).permute(0, 3, 1, 2, 4)  # [B, G, C, k, D]
         weights = torch.cat((true, q @ keys), dim=-1).softmax(-1)
-        attended = (weights[..., : self.rows].flatten(2, 3) @ self.values).unflatten(2, (-1, c.groups))
+        attended = (weights[..., : self.rows].flatten(2, 3) @ self.values).unflatten(2, (-1, groups))
         attended = attended + weights[..., self.rows :] @ values
-        self.h = self.w.finish(residual, attended.permute(0, 2, 1, 3, 4).flatten(2))
+        self.h = self.w.layer.finish(residual, attended.permute(0, 2, 1, 3, 4).flatten(2))
         return self.h
 
 
