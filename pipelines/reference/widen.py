@@ -1,0 +1,214 @@
+"""Widening: give a small MoE the cost structure of a large one without changing what it computes.
+
+    python -m pipelines.reference.widen --source DIR --out DIR2 --factor 8       each expert's units 8 times
+    python -m pipelines.reference.widen --source DIR --out DIR2 --width 700      to this many units
+    python -m pipelines.reference.widen --source DIR --out DIR2 --share 0.5      so that experts are half of a plain step here
+
+Each expert's hidden units are repeated k times (k a power of two) and its down projection divided by k, which bf16 does
+exactly: same output, routing and acceptance, k times the bytes to read. Units beyond that are zero: they are read like
+any other and add exactly nothing. Whatever is measured on a widened model must say so.
+
+Shapes: E experts, M units of an expert, W widened units, D hidden size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from ecospec_runtime.checkpoint import fingerprint, read_config, weight_files
+from ecospec_runtime.errors import UserError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+_EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?$")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path, encoding=None):\n        self.path = path\n"
+
+
+def copies(width: int, units: int) -> int:
+    """Largest power of two k with k * units <= width."""
+    return 1 << ((width // units).bit_length() - 1)
+
+
+def _widen_units(weight: Tensor, dim: int, k: int, width: int) -> Tensor:
+    """Repeat a matrix k times along `dim`, then zeros up to `width`."""
+    repeated = torch.cat([weight] * k, dim)
+    shape = list(repeated.shape)
+    shape[dim] = width - shape[dim]
+    return torch.cat([repeated, repeated.new_zeros(shape)], dim) if shape[dim] else repeated
+
+
+def widen_tensor(kind: str, weight: Tensor, width: int) -> Tensor:
+    """One expert tensor at the new width: `gate_up_proj [.., 2M, D]`, `gate_proj` and `up_proj [.., M, D]`,
+    `down_proj [.., D, M]`."""
+    if kind == "down_proj":
+        k = copies(width, weight.size(-1))
+        return _widen_units(weight / k, -1, k, width)
+    if kind == "gate_up_proj":
+        return torch.cat([widen_tensor("up_proj", half, width) for half in weight.chunk(2, -2)], -2)
+    return _widen_units(weight, -2, copies(width, weight.size(-2)), width)
+
+
+def _by_layer(folder: Path) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Tensors of a folder, one decoder layer at a time, so that only one is in memory."""
+    groups: dict[str, list[tuple[str, Path]]] = defaultdict(list)
+    for path in weight_files(folder):
+        if path.suffix != ".safetensors":
+            raise UserError(f"{path}: widening reads *.safetensors; save the model in that format first")
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
+                layer = _LAYER.search(name)
+                groups[f"{int(layer[1]):05d}" if layer else "rest"].append((name, path))
+    for group in sorted(groups):
+        tensors = {}
+        for path in sorted({p for _, p in groups[group]}):
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name, home in groups[group] if home == path}
+        yield group, tensors
+
+
+def _checked_config(folder: Path, width: int) -> dict[str, Any]:
+    config = read_config(folder, "source")
+    units = config.get("moe_intermediate_size")
+    if not isinstance(units, int):
+        raise UserError(f"{folder / 'config.json'}: no moe_intermediate_size; widening knows Qwen-MoE-like models")
+    if width < units:
+        raise UserError(f"width {width} is less than the {units} units that {folder} has; ask for at least that many")
+    return config
+
+
+def widen(source: Path, out: Path, factor: int | None = None, width: int | None = None) -> Path:
+    """Write a widened copy of the transformers folder `source` to `out`; returns `out`.
+
+    `factor` must be a power of two; `width` is the exact number of units per expert. The new config names the base
+    weights (`ecospec_widened_from`, a fingerprint) and `ecospec_widened_factor` (W / M). Raises UserError.
+    """
+    units = read_config(source, "source").get("moe_intermediate_size") or 0
+    if factor is not None:
+        if factor < 1 or factor & (factor - 1):
+            raise UserError(f"factor {factor} is not a power of two; only those divide bf16 weights exactly")
+        width = factor * units
+    if width is None:
+        raise UserError("nothing to do: give a factor, a width or a share")
+    config = _checked_config(source, width)
+    if source.resolve() == out.resolve():
+        raise UserError(f"{out}: source and output are the same folder; choose another output")
+    out.mkdir(parents=True, exist_ok=True)
+    for old in (*out.glob("*.safetensors"), *out.glob("*.safetensors.index.json")):
+        old.unlink()
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and "safetensors" not in path.name:
+            shutil.copyfile(path, out / path.name)
+    index: dict[str, str] = {}
+    size = 0
+    for group, tensors in _by_layer(source):
+        name = f"model-{group}.safetensors"
+        for key in list(tensors):
+            if match := _EXPERT.search(key):
+                tensors[key] = widen_tensor(match[1], tensors[key], width)
+        save_file({key: t.contiguous() for key, t in tensors.items()}, out / name, {"format": "pt"})
+        size += sum(t.numel() * t.element_size() for t in tensors.values())
+        index |= dict.fromkeys(tensors, name)
+    if not any(_EXPERT.search(key) for key in index):
+        raise UserError(f"{source}: no expert weights of a known layout; widening knows Qwen-MoE-like models")
+    content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
+    (out / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+    config |= {
+        "moe_intermediate_size": width, "ecospec_widened_from": fingerprint(source),
+        "ecospec_widened_factor": width / units * float(config.get("ecospec_widened_factor", 1)),
+    }  # fmt: skip
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    return out
+
+
+def _with_width(folder: Path, width: int) -> Any:
+    """The target of a folder with its experts widened in memory, bf16."""
+    from ecospec_runtime.target import Target
+
+    target = Target.from_pretrained(folder, dtype="bfloat16")
+    for name, parameter in target.model.named_parameters():
+        if match := _EXPERT.search(f".{name}"):
+            parameter.data = widen_tensor(match[1], parameter.data, width)
+    return target
+
+
+def _step_times(target: Any, steps: int, seed: int) -> list[float]:
+    """Milliseconds of `steps` plain steps along text that the target samples at temperature 1."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.tensor(target.tokenizer(_PROMPT * 2)["input_ids"])
+    cache, times = target.new_cache(), []
+    logits = target.forward(ids, torch.arange(len(ids)), None, cache, last_only=True).logits
+    for i in range(steps):
+        token = torch.multinomial(logits[-1].softmax(-1), 1, generator=generator)
+        position = torch.tensor([len(ids) + i])
+        started = time.perf_counter()
+        logits = target.forward(token, position, None, cache).logits
+        times.append((time.perf_counter() - started) * 1e3)
+    return times
+
+
+def choose_width(folder: Path, share: float = 0.5, rounds: int = 6, steps: int = 24) -> tuple[int, dict[str, Any]]:
+    """Width at which experts take `share` of a plain step on this machine (bf16, one thread), and what was measured.
+
+    A step is linear in the width once the experts outgrow the caches: two widths, interleaved, their medians.
+    """
+    if not 0 < share < 0.9:
+        raise UserError(f"share {share} is not between 0 and 0.9; experts can be at most most of a step")
+    units: int = _checked_config(folder, 1 << 30)["moe_intermediate_size"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        widths = (8 * units, 16 * units)
+        targets = [_with_width(folder, width) for width in widths]
+        times: list[list[float]] = [[], []]
+        for round_ in range(rounds + 1):
+            for target, kept in zip(targets, times, strict=True):
+                new = _step_times(target, steps, round_)
+                kept += new if round_ else []  # the first round warms up
+    finally:
+        torch.set_num_threads(threads)
+    low, high = (statistics.median(t) for t in times)
+    per_unit = (high - low) / (widths[1] - widths[0])
+    rest = low - per_unit * widths[0]
+    if per_unit <= 0 or rest <= 0:
+        raise UserError(f"steps of {low:.2f} and {high:.2f} ms at widths {widths} make no sense; is the machine busy?")
+    width = round(share * rest / ((1 - share) * per_unit) / 16) * 16
+    measured = {"widths": list(widths), "median_ms": [low, high], "rest_ms": rest, "ms_per_unit": per_unit}
+    return max(units, width), measured
+
+
+def main() -> None:
+    """Command line entry; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--source", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--factor", type=int, help="a power of two")
+    how.add_argument("--width", type=int, help="units per expert")
+    how.add_argument("--share", type=float, help="share of a plain step that experts should take on this machine")
+    args = parser.parse_args()
+    try:
+        width = args.width
+        if args.share is not None:
+            width, measured = choose_width(args.source, args.share)
+            print(json.dumps(measured))
+        widen(args.source, args.out, args.factor, width)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+    config = read_config(args.out, "output")
+    print(f"{config['moe_intermediate_size']} units per expert, {config['ecospec_widened_factor']:.2f} times -> {args.out}")
+
+
+if __name__ == "__main__":
+    main()

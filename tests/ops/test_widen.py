@@ -1,0 +1,70 @@
+"""A widened model computes what its base computes: same logits, same routing, more bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ecospec_runtime.checkpoint import fingerprint
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.target import Target
+
+from pipelines.reference.widen import copies, widen, widen_tensor
+
+TOKENS = torch.tensor([5, 17, 3, 42, 8, 8, 77])
+
+
+def outputs(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 logits and routing of one chain."""
+    target = Target.from_pretrained(folder, dtype="float32")
+    out = target.forward(TOKENS, torch.arange(len(TOKENS)), None, target.new_cache(), routing=True)
+    assert out.logits is not None and out.routing is not None
+    return out.logits, out.routing
+
+
+@pytest.mark.parametrize("size", [{"factor": 1}, {"factor": 4}, {"width": 16 * 4 + 24}, {"width": 17}])
+def test_same_output_and_routing(tiny_target_dir: Path, tmp_path: Path, size: dict[str, int]) -> None:
+    """Sums are reordered, so logits agree to float32 rounding of sums of a few dozen terms; routing exactly."""
+    wide = widen(tiny_target_dir, tmp_path / "wide", **size)
+    logits, routing = outputs(wide)
+    expected, expected_routing = outputs(tiny_target_dir)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(routing, expected_routing)
+    config = json.loads((wide / "config.json").read_text())
+    width = size.get("width", 16 * size.get("factor", 0))
+    assert config["moe_intermediate_size"] == width
+    assert config["ecospec_widened_factor"] == width / 16
+    assert config["ecospec_widened_from"] == fingerprint(tiny_target_dir) == fingerprint(wide)
+
+
+def test_widening_twice_keeps_the_base(tiny_target_dir: Path, tmp_path: Path) -> None:
+    once = widen(tiny_target_dir, tmp_path / "once", factor=2)
+    twice = widen(once, tmp_path / "twice", factor=2)
+    config = json.loads((twice / "config.json").read_text())
+    assert config["ecospec_widened_factor"] == 4
+    assert fingerprint(twice) == fingerprint(tiny_target_dir)
+    torch.testing.assert_close(outputs(twice)[0], outputs(tiny_target_dir)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("width", "units", "k"), [(16, 16, 1), (31, 16, 1), (32, 16, 2), (112, 16, 4), (64, 16, 4)])
+def test_copies(width: int, units: int, k: int) -> None:
+    assert copies(width, units) == k
+
+
+def test_zero_units_are_zero_and_bf16_division_is_exact() -> None:
+    down = torch.randn(2, 8, 6).to(torch.bfloat16)
+    wide = widen_tensor("down_proj", down, 27)
+    assert wide.shape == (2, 8, 27) and not wide[..., 24:].any()
+    assert torch.equal(wide[..., :6] * 4, down)
+    gate_up = torch.randn(2, 12, 8)
+    gate, up = widen_tensor("gate_up_proj", gate_up, 27).chunk(2, 1)
+    assert torch.equal(gate[:, 6:12], gate_up[:, :6]) and torch.equal(up[:, 18:24], gate_up[:, 6:])
+
+
+@pytest.mark.parametrize(("size", "word"), [({"factor": 3}, "power of two"), ({"width": 8}, "16 units"), ({}, "factor")])
+def test_mistakes_are_one_line(tiny_target_dir: Path, tmp_path: Path, size: dict[str, int], word: str) -> None:
+    with pytest.raises(UserError, match=word) as error:
+        widen(tiny_target_dir, tmp_path / "wide", **size)
+    assert "\n" not in str(error.value)
