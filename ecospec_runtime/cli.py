@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ecospec_runtime.bench import Contestant, Plan
     from ecospec_runtime.bundle import Bundle
     from ecospec_runtime.engine import Engine
+    from ecospec_runtime.policies import PolicySpec
 
 app = new_app("ecospec-runtime", "Speculative decoding of mixture-of-experts models with an EcoSpec bundle.")
 
@@ -73,6 +74,9 @@ def generate(
     values = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
               "stop_strings": tuple(stop or ())}  # fmt: skip
     config = GenerationConfig.from_mapping(values | {"seed": seed})
+    split_policies(policy)
+    if prompts is not None:
+        read_prompts(prompts, limit=1)
     set_threads(threads)
     engine = Engine.from_bundle(bundle, target, drafter, policy, dtype, device)
     if policy == "auto" and engine.policy.name == "off":
@@ -142,6 +146,8 @@ def bench(
     from ecospec_runtime.machine import describe
     from ecospec_runtime.prompts import fingerprint_prompts, read_prompts
 
+    named = split_policies(policies)
+    read_prompts(prompts, limit=1)
     set_threads(threads)
     loaded = load_bundle(bundle)
     base = Engine.from_bundle(loaded, target, drafter, "off", dtype, device)
@@ -149,7 +155,7 @@ def bench(
     rows = read_prompts(prompts, base.target.tokenizer, count)
     plan = Plan([r.encode(base.target.tokenizer, max_prompt_tokens) for r in rows], tuple(temperature or (0.0,)),
                 max_new_tokens, repeats, seed, {"top_p": top_p, "top_k": top_k})  # fmt: skip
-    entrants = contestants(loaded, base, policies)
+    entrants = contestants(loaded, base, named)
     started = time.perf_counter()
     samples = run_with_progress(measure, entrants, plan)
     report = {
@@ -170,25 +176,33 @@ def dtype_name(engine: Engine) -> str:
     return str(engine.target.dtype).removeprefix("torch.")
 
 
-def contestants(bundle: Bundle, base: Engine, text: str) -> list[Contestant]:
-    """Engines for a comma-separated list of policies; `auto` is the bundle's own for this device. Raises UserError."""
+def split_policies(text: str) -> list[PolicySpec | None]:
+    """A comma-separated list of policies, checked before anything is loaded; None is `auto`. Raises UserError."""
+    from ecospec_runtime.policies import parse_policy
+
+    entries = [entry.strip() for entry in re.split(r",(?![^,:]*=)", text)]
+    named = [None if entry == "auto" else parse_policy(entry) for entry in entries if entry]
+    if not named:
+        raise UserError("no policy named; give e.g. --policies off,confidence:budget=4,auto")
+    return named
+
+
+def contestants(bundle: Bundle, base: Engine, named: list[PolicySpec | None]) -> list[Contestant]:
+    """Engines for the named policies; None is the bundle's own for this device. Raises UserError."""
     from ecospec_runtime.bench import Contestant
-    from ecospec_runtime.policies import PolicySpec, parse_policy
+    from ecospec_runtime.policies import PolicySpec
 
     predictor = base.scorer.predictor
     best = predictor.acceptance.best if predictor else "raw"
     found: dict[str, Contestant] = {}
-    for entry in filter(None, (e.strip() for e in re.split(r",(?![^,:]*=)", text))):
-        if entry == "auto":
+    for entry in named:
+        spec, label = entry, str(entry)
+        if spec is None:
             tuned = bundle.device_policy(device_slug_of(base))
             spec = PolicySpec(name=tuned.policy, parameters=tuned.parameters, acceptance=tuned.acceptance,
                               depth=tuned.depth)  # fmt: skip
-        else:
-            spec = parse_policy(entry)
-        label = f"{spec.name} (tuned)" if entry == "auto" else str(spec)
+            label = f"{spec.name} (tuned)"
         found.setdefault(label, Contestant(label, spec, spec.acceptance_kind(best), base.with_policy(spec)))
-    if not found:
-        raise UserError("--policies names no policy; give e.g. off,confidence:budget=4,auto")
     return list(found.values())
 
 

@@ -27,6 +27,7 @@ _DISK = {
     errno.ENOSPC: "no space left on the device; free some or choose another place",
     errno.EISDIR: "is a folder; give a file",
     errno.ENOTDIR: "a part of this path is a file, not a folder; choose another place",
+    errno.EEXIST: "exists and is not a folder; choose another place",
     errno.ENOENT: "no such file or folder; check the path",
 }
 
@@ -44,6 +45,7 @@ def handled(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        quiet_libraries()
         try:
             return function(*args, **kwargs)
         except UserError as error:
@@ -63,6 +65,15 @@ def handled(function: F) -> F:
             fail(f"Python package '{error.name}' is missing; install it with: pip install 'ecospec[train]'")
 
     return wrapper  # type: ignore[return-value]
+
+
+def quiet_libraries() -> None:
+    """Off a terminal, keep the progress bars of libraries out of the output."""
+    if sys.stderr.isatty():
+        return
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:  # it reads the variable at import only
+        sys.modules["transformers"].utils.logging.disable_progress_bar()
 
 
 def fail(message: str, code: int = USER_MISTAKE) -> None:

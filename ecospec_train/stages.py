@@ -57,7 +57,8 @@ def run_profile(config: ProfileConfig) -> Any:
     """Cost of a pass on this machine; see `ecospec_train.profile`."""
     from ecospec_train.profile import profile
 
-    with track("profile", config.model_dump(mode="json"), config.out) as run:
+    inputs = [] if config.predictor is None else [config.predictor]
+    with track("profile", config.model_dump(mode="json"), config.out, inputs) as run:
         result = profile(config)
         run.log_metrics(result.model_dump(mode="json"))
         run.log_artifact(config.out)
@@ -70,18 +71,23 @@ def run_tune(config: TuneConfig) -> Any:
 
     inputs = [config.traces, config.predictor, config.profile]
     with track("tune", config.model_dump(mode="json"), config.out, inputs) as run:
-        result = tune(config)
-        run.log_metrics(result.model_dump(mode="json") if hasattr(result, "model_dump") else {})
-        for path in sorted(config.out.glob("*.json")):
-            run.log_artifact(path)
-    return result
+
+        def on_trial(number: int, tokens_per_ms: float, result: dict[str, Any]) -> None:
+            run.log_metrics({"trial": {"tokens_per_ms": tokens_per_ms} | result}, step=number)
+
+        report = tune(config, on_trial)
+        run.log_metrics(report.model_dump(mode="json"))
+        run.log_artifact(config.out / "trials.json")
+        run.log_artifact(report.file)
+    return report
 
 
 def run_export(config: ExportConfig) -> Any:
     """The bundle; see `ecospec_train.export`."""
     from ecospec_train.export import export
 
-    with track("export", config.model_dump(mode="json"), config.out, [config.predictor, config.policy]) as run:
+    inputs = [config.predictor, *config.policy]
+    with track("export", config.model_dump(mode="json"), config.out, inputs) as run:
         bundle = export(config)
         run.log_artifact(config.out)
     return bundle

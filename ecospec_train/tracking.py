@@ -58,10 +58,10 @@ class StageRun:
             self._failed = not self.run_id
         return not self._failed
 
-    def log_metrics(self, metrics: Mapping[str, Any], prefix: str = "") -> None:
-        """Log every number in a nested mapping; nesting becomes `/`."""
-        flat = dict(_numbers(metrics, prefix))
-        self._quietly(lambda mlflow: mlflow.log_metrics(flat))
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log every number in a nested mapping; nesting becomes `/`. `step` makes it a point of a curve."""
+        flat = dict(_numbers(metrics))
+        self._quietly(lambda mlflow: mlflow.log_metrics(flat, step=step))
 
     def log_artifact(self, path: Path) -> None:
         """Copy a file or a folder to the run."""
@@ -123,8 +123,7 @@ def lightning_logger(run: StageRun) -> Any:
 
         def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
             """Log a point of every curve."""
-            values = {f"training/{key}": float(value) for key, value in metrics.items()}
-            run._quietly(lambda mlflow: mlflow.log_metrics(values, step=step))
+            run.log_metrics({"training": {key: float(value) for key, value in metrics.items()}}, step)
 
     return StageLogger()
 

@@ -68,7 +68,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda b: (b / "manifest.json").write_text((b / "manifest.json").read_text()[:300]),
         r"manifest\.json: not valid JSON at line",
     ),
-    "binary manifest": (lambda b: (b / "manifest.json").write_bytes(b"\xff\xfe\x00"), r"manifest\.json: cannot be read"),
+    "binary manifest": (
+        lambda b: (b / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+        r"manifest\.json: cannot be read",
+    ),
     "newer schema": (lambda b: edit(b, lambda m: m.update(schema_version=9)), r"schema_version 9.*reads 1"),
     "unknown key": (lambda b: edit(b, lambda m: m.update(colour="red")), r"manifest\.json: key 'colour'"),
     "missing key": (lambda b: edit(b, lambda m: m.pop("drafter")), r"manifest\.json: key 'drafter'"),

@@ -1,0 +1,249 @@
+"""From a YAML file to a bundle that decodes, on the tiny models; pipeline files, overrides, tracking and its failures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from ecospec_runtime.bundle import load_bundle
+from ecospec_runtime.engine import Engine
+from ecospec_runtime.errors import UserError
+from ecospec_train import stages, tracking
+from ecospec_train.cli import app
+from ecospec_train.export import ExportConfig, export
+from ecospec_train.pipeline import load_pipeline, run_pipeline
+from tests.bundles import write_policy, write_predictor
+
+PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda p: p.name)
+def test_shipped_files_parse(path: Path) -> None:
+    plan = load_pipeline(path)
+    assert [stage.name for stage in plan] == ["harvest", "fit", "profile", "tune", "export"]
+    assert plan[-1].output == Path("runs") / path.stem / "bundle"
+
+
+def write_pipeline(folder: Path, target: Path, drafter: Path, **changes: Any) -> Path:
+    """A pipeline over the tiny models that takes seconds."""
+    prompts = folder / "prompts.jsonl"
+    texts = [f"def f{i}(x):\n    return x + {i}" for i in range(12)]
+    prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+    values: dict[str, Any] = {
+        "name": "tiny", "target": str(target), "drafter": str(drafter), "prompts": str(prompts),
+        "out": str(folder / "run"),
+        "harvest": {"max_new_tokens": 8, "pool": {"depth": 3, "beam": 2, "width": 4}},
+        "fit": {"width": 16, "epochs": 1, "heldout": 0.4},
+        "profile": {"tokens": [1, 2, 4, 8], "contexts": [16, 48], "repeats": 3, "pool": {"depth": 3, "beam": 2, "width": 4}},
+        "tune": {"trials": 1},
+    }  # fmt: skip
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values | changes))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_drafter_dir: Path) -> Path:
+    """A folder in which `ecospec-train run` has gone through all stages."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    path = write_pipeline(folder, tiny_target_dir, tiny_drafter_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        result = CliRunner().invoke(app, ["run", str(path), "tune.positions=64"])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_run_leaves_a_bundle_that_decodes(finished: Path) -> None:
+    bundle = load_bundle(finished / "run/bundle")
+    assert bundle.manifest.pool.width == 4
+    assert bundle.manifest.provenance.versions["torch"]
+    tuned = next(iter(bundle.policies.values()))
+    assert tuned.reason
+    assert {"speedup_vs_off", "speedup_vs_confidence"} <= set(tuned.results)
+    texts = []
+    for policy in ("off", "auto", "ratio"):
+        stream = Engine.from_bundle(bundle, policy=policy).generate("def g(x):")
+        texts.append([token.id for token in stream])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_every_stage_is_a_run_with_lineage(finished: Path) -> None:
+    uri = f"sqlite:///{finished / 'mlruns/mlflow.db'}"
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name(tracking.EXPERIMENT)
+    assert experiment is not None
+    runs = {run.data.tags["stage"]: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"harvest", "fit", "profile", "tune", "export"}
+    assert all(run.info.status == "FINISHED" for run in runs.values())
+    ids = {stage: run.info.run_id for stage, run in runs.items()}
+    assert runs["fit"].data.tags["upstream.harvest"] == ids["harvest"]
+    lineage = {k: v for k, v in runs["tune"].data.tags.items() if k.startswith("upstream.")}
+    assert lineage == {f"upstream.{name}": ids[name] for name in ("harvest", "fit", "profile")}
+    assert runs["export"].data.tags["upstream.tune"] == ids["tune"]
+    assert runs["harvest"].data.params["max_new_tokens"] == "8"
+    assert runs["harvest"].data.metrics["positions"] == 96
+    assert "heldout_error" in runs["profile"].data.metrics
+    names = [model.name for model in client.search_registered_models()]
+    assert names == ["ecospec-target-drafter"]
+    version = client.get_latest_versions(names[0])[0]
+    assert version.run_id == ids["fit"]
+    assert {a.path for a in client.list_artifacts(ids["export"])} == {"bundle"}
+
+
+def test_a_second_run_takes_over_the_traces(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(finished)
+    before = (finished / "run/traces/manifest.json").read_bytes()
+    seen: list[str] = []
+    plan = load_pipeline(finished / "tiny.yaml")
+    run_pipeline(plan[:1], seen.append)
+    assert (finished / "run/traces/manifest.json").read_bytes() == before
+    run_pipeline(plan, seen.append, is_current=lambda stage: True)
+    assert seen[-1] == "[5/5] export: unchanged, skipped"
+
+
+BAD: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "unknown key": ({"colour": 1}, (), r"tiny\.yaml: .*'colour'"),
+    "unknown stage key": ({"fit": {"epoch": 1}}, (), r"tiny\.yaml: section 'fit': .*'epoch'.*epochs"),
+    "wrong value": ({"harvest": {"stride": 0}}, (), r"tiny\.yaml: section 'harvest': .*'stride'"),
+    "bad size": ({"harvest": {"max_disk": "lots"}}, (), r"tiny\.yaml: .*'lots'"),
+    "section is a list": ({"tune": [1]}, (), r"tiny\.yaml: .*'tune'"),
+    "unknown override": ({}, ("tune.trails=3",), r"tiny\.yaml: section 'tune': .*'trails'"),
+    "override of a value": ({}, ("name.first=3",), r"override 'name\.first=3'"),
+    "not an override": ({}, ("trials",), r"override 'trials' is not key=value"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_in_a_file_name_file_and_key(name: str, tmp_path: Path) -> None:
+    changes, overrides, expected = BAD[name]
+    path = write_pipeline(tmp_path, Path("t"), Path("d"), **changes)
+    with pytest.raises(UserError, match=expected) as caught:
+        load_pipeline(path, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    for text, expected in (
+        ("a: [1\nb: 2", "not valid YAML at line"),
+        ("- 1", "not a mapping"),
+        ("name: x", "'target'"),
+    ):
+        (tmp_path / "p.yaml").write_text(text)
+        with pytest.raises(UserError, match=expected):
+            load_pipeline(tmp_path / "p.yaml")
+    with pytest.raises(UserError, match="no such file"):
+        load_pipeline(tmp_path / "q.yaml")
+
+
+def test_overrides_reach_their_stage(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path, Path("t"), Path("d"))
+    plan = {s.name: s.config for s in load_pipeline(path, ("fit.epochs=7", "harvest.pool.depth=5", "export.target=x"))}
+    assert plan["fit"].epochs == 7  # type: ignore[attr-defined]
+    assert plan["harvest"].pool.depth == 5  # type: ignore[attr-defined]
+    assert plan["harvest"].pool.width == 4  # type: ignore[attr-defined]
+    assert plan["export"].target == "x"  # type: ignore[attr-defined]
+
+
+def test_a_dead_tracking_server_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(tracking, "_warned", set())
+    with tracking.track("fit", {}, tmp_path / "out") as run:
+        run.log_metrics({"a": 1})
+        run.log_artifact(tmp_path)
+    assert capsys.readouterr().err.count("warning: MLflow tracking failed") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_users_mistake_opens_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_start", lambda *_: pytest.fail("a run was opened"))
+    with pytest.raises(UserError), tracking.track("fit", {}, tmp_path):
+        raise UserError("no")
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_drafter_dir: Path) -> Path:
+    """A predictor and a policy folder."""
+    root = tmp_path_factory.mktemp("parts")
+    write_predictor(root / "predictor", tiny_target_dir, tiny_drafter_dir)
+    write_policy(root / "policy")
+    return root
+
+
+def test_export_refuses_what_does_not_belong(parts: Path, tmp_path: Path) -> None:
+    predictor, policy = parts / "predictor", parts / "policy"
+    with pytest.raises(UserError, match="is not a bundle"):
+        export(ExportConfig(predictor=predictor, policy=(policy,), out=predictor / "predictor.onnx"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="is not a bundle"):
+        export(ExportConfig(predictor=predictor, policy=(policy,), out=tmp_path / "mine"))
+    assert (tmp_path / "mine/thesis.txt").exists()
+    with pytest.raises(UserError, match="second policy for the device"):
+        export(ExportConfig(predictor=predictor, policy=(policy, policy), out=tmp_path / "b"))
+    with pytest.raises(UserError, match="holds no policies"):
+        export(ExportConfig(predictor=predictor, policy=(tmp_path,), out=tmp_path / "b"))
+    with pytest.raises(UserError, match="tokenizer cannot be read"):
+        export(ExportConfig(predictor=predictor, policy=(policy,), out=tmp_path / "b", target=str(tmp_path)))
+    broken = Path(shutil.copytree(predictor, tmp_path / "predictor"))
+    (broken / "predictor.safetensors").unlink()
+    with pytest.raises(UserError, match=r"predictor\.safetensors: missing"):
+        export(ExportConfig(predictor=broken, policy=(policy,), out=tmp_path / "b"))
+    assert not list(tmp_path.glob("*b*.tmp")), "nothing half-made stays behind"
+    assert not (tmp_path / "b").exists()
+
+
+def test_export_replaces_an_older_bundle(parts: Path, tmp_path: Path) -> None:
+    config = ExportConfig(predictor=parts / "predictor", policy=parts / "policy", out=tmp_path / "b")  # type: ignore[arg-type]
+    export(config)
+    (tmp_path / "b/policies/old.json").write_text("{}")
+    assert "policies/old.json" not in export(config).manifest.files
+
+
+def run(*arguments: Any) -> Result:
+    """`ecospec-train` in this process."""
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("fit", "--traces", "nowhere", "--out", "o"), "nowhere: holds no traces"),
+        (("fit", "--traces", "t", "--out", "o", "--set", "speed=3"), "'speed' is not supported"),
+        (("fit", "--traces", "t", "--out", "o", "--set", "speed"), "not key=value"),
+        (("harvest", "--target", "./x", "--drafter", "d", "--prompts", "p", "--out", "o", "--pool-size", "7"), "multiple"),
+        (("harvest", "--target", "./x", "--drafter", "d", "--prompts", "p", "--out", "o"), "target ./x: no such"),
+        (("harvest", "--target", "x", "--drafter", "d", "--prompts", "p", "--out", "o", "--max-disk", "9 apples"), "9 apples"),
+        (("profile", "--target", "./x", "--drafter", "d", "--out", "."), "is a folder"),
+        (("tune", "--traces", "t", "--predictor", "p", "--profile", "nowhere.json", "--out", "o"), "nowhere.json"),
+        (("export", "--predictor", "nowhere", "--policy", "p", "--out", "o"), "nowhere"),
+        (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(arguments: tuple[str, ...], expected: str, tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert expected in lines[0]
+    assert not (tmp_path / "mlruns").exists()
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(config: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(stages.RUNNERS, "fit", interrupt)
+    assert run("fit", "--traces", "t", "--out", "o").exit_code == 130
