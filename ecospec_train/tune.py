@@ -28,7 +28,7 @@ from ecospec_runtime.config import Config
 from ecospec_runtime.console import note, write_json
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.policies import PolicySpec, build_policy
+from ecospec_runtime.policies import PolicySpec, build_policy, parse_policy
 from ecospec_runtime.predictor import Predictor
 from ecospec_train.replay import ReplayResult, ReplayRows, load_rows, replay, replay_at_best_price
 from ecospec_train.steps import Steps
@@ -215,8 +215,7 @@ def run_trials(
     def objective(trial: optuna.Trial) -> float:
         nonlocal best
         spec, scale = suggest(trial, rows.depth, target)
-        priced, result = replay_at_best_price(spec, rows, profile, start=best, scale=scale)
-        trial.set_user_attr("spec", priced.model_dump(mode="json"))
+        _, result = replay_at_best_price(spec, rows, profile, start=best, scale=scale)
         trial.set_user_attr("result", result.to_dict())
         best = max(best, result.tokens_per_ms)
         return result.tokens_per_ms
@@ -236,12 +235,12 @@ def conclude(
 ) -> TuneReport:
     """Confirm the study's best policy on unseen prompts, decide between it and `off`, write the policy file."""
     ranked = ranked_trials(study)
-    spec = PolicySpec.model_validate(ranked[0].user_attrs["spec"])
+    spec = spec_of(ranked[0])
     off = PolicySpec(name="off")
     rivals = {"off": off}
     for name, kind in (("confidence", "raw"), ("confidence_temperature", "temperature")):
         fixed = [t for t in ranked if is_yardstick(t, kind, tuning.depth)]
-        rivals[name] = PolicySpec.model_validate(fixed[0].user_attrs["spec"])
+        rivals[name] = spec_of(fixed[0])
     results = {name: replay(rival, confirming, profile) for name, rival in rivals.items()}
     results["best"] = replay(spec, confirming, profile)
     results["oracle"] = replay(spec, confirming, profile, oracle=True)
@@ -275,6 +274,11 @@ def conclude(
 def gain(result: ReplayResult, rival: ReplayResult) -> float:
     """How many times faster."""
     return result.tokens_per_ms / rival.tokens_per_ms
+
+
+def spec_of(trial: FrozenTrial) -> PolicySpec:
+    """The policy that a trial replayed, with the price that was found for it."""
+    return parse_policy(trial.user_attrs["result"]["policy"])
 
 
 def ranked_trials(study: optuna.Study) -> list[FrozenTrial]:
