@@ -28,7 +28,9 @@ def weights(hidden: int, heads: int, kv: int, dim: int, inner: int, bf16: bool, 
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(torch.bfloat16 if bf16 else torch.float32)
+        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(
+            torch.bfloat16 if bf16 else torch.float32
+        )
 
     norms = [1 + 0.3 * torch.randn(hidden, generator=generator) for _ in range(3)]
     return reference.LayerWeights(

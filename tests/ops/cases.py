@@ -1,0 +1,31 @@
+"""Random inputs of the ops, and the measure by which two results are compared."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = FP32, scale: float = 1.0) -> Tensor:
+    """Normal numbers from a seed of their own."""
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def routing(seed: int, n: int, experts: int, top_k: int, used: int | None = None) -> Tensor:
+    """Distinct experts per token, drawn from the first `used` only."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(used or experts, generator=generator)[:top_k] for _ in range(n)])
+
+
+def assert_near(result: Tensor, expected: Tensor) -> None:
+    """Equal up to one rounding of the output's dtype, measured on the scale of the whole output.
+
+    Both sides accumulate in fp32 (relative error about 1e-6 of the largest partial sum) and round once, so bf16 results
+    differ by at most one unit in the last place (at most 2^-7 relative) where the fp32 sums straddle a rounding boundary.
+    """
+    assert result.shape == expected.shape and result.dtype == expected.dtype
+    scale = float(expected.abs().max())
+    step = 2**-7 if expected.dtype == BF16 else 5e-6
+    torch.testing.assert_close(result.float(), expected.float(), rtol=step, atol=2e-6 * scale)

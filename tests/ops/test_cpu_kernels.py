@@ -1,0 +1,165 @@
+"""Each CPU kernel against its reference, on odd sizes; and its rows alone against its rows in company, bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .cases import BF16, FP32, assert_near, random, routing
+
+pytest.importorskip("numba")
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+
+
+def op(name: str, implementation: str) -> Any:
+    """The function of one implementation."""
+    return getattr(importlib.import_module(f"ecospec_kernels.{name}.{implementation}"), name)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every output starts as NaN: an element that a kernel does not write is found."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
+
+
+@DTYPES
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 63])
+@pytest.mark.parametrize(("columns", "outputs"), [(16, 8), (18, 9), (30, 13), (56, 48), (258, 31), (256, 128)])
+def test_linear(n: int, columns: int, outputs: int, dtype: torch.dtype) -> None:
+    x, weight = random(1, n, columns, dtype=dtype), random(2, outputs, columns, dtype=dtype)
+    for bias in (None, random(3, outputs, dtype=dtype)):
+        result = op("few_row_linear", "cpu")(x, weight, bias)
+        assert_near(result, op("few_row_linear", "reference")(x, weight, bias))
+        alone = [op("few_row_linear", "cpu")(x[i : i + 1], weight, bias) for i in range(n)]
+        assert torch.equal(torch.cat(alone), result)
+
+
+def test_linear_takes_strided_rows_and_mixed_dtypes() -> None:
+    x, weight = random(1, 3, 64)[:, :32], random(2, 16, 64, dtype=BF16)[:, 32:]
+    assert_near(op("few_row_linear", "cpu")(x, weight), op("few_row_linear", "reference")(x, weight))
+
+
+def experts_case(n: int, experts: int, top_k: int, units: int, dtype: torch.dtype, used: int | None = None) -> Any:
+    """Inputs of `expert_mlp` with hidden size 32."""
+    index = routing(n, n, experts, top_k, used)
+    weight = random(3, n, top_k, dtype=dtype).abs()
+    up, down = random(4, experts, 2 * units, 32, dtype=dtype, scale=0.3), random(5, experts, 32, units, dtype=dtype, scale=0.3)
+    return random(2, n, 32, dtype=dtype), index, weight, up, down
+
+
+@DTYPES
+@pytest.mark.parametrize("n", [1, 3, 63])
+@pytest.mark.parametrize(("experts", "top_k", "units"), [(6, 2, 16), (48, 4, 56), (60, 4, 24), (128, 8, 18)])
+def test_experts(n: int, experts: int, top_k: int, units: int, dtype: torch.dtype) -> None:
+    case = experts_case(n, experts, top_k, units, dtype)
+    result = op("expert_mlp", "cpu")(*case)
+    assert_near(result, op("expert_mlp", "reference")(*case))
+    hidden, index, weight, *matrices = case
+    alone = [op("expert_mlp", "cpu")(hidden[i : i + 1], index[i : i + 1], weight[i : i + 1], *matrices) for i in range(n)]
+    assert torch.equal(torch.cat(alone), result)
+
+
+def test_experts_that_nobody_chose_are_not_read() -> None:
+    """Only the first three experts are used; the others hold NaN."""
+    case = experts_case(5, 12, 2, 16, BF16, used=3)
+    for matrix in case[3:]:
+        matrix[3:] = float("nan")
+    result = op("expert_mlp", "cpu")(*case)
+    assert torch.isfinite(result).all()
+    assert_near(result, op("expert_mlp", "reference")(*case))
+
+
+def test_an_expert_named_twice_by_a_token() -> None:
+    hidden, index, *rest = experts_case(4, 6, 3, 16, FP32)
+    index[:, 2] = index[:, 0]
+    assert_near(op("expert_mlp", "cpu")(hidden, index, *rest), op("expert_mlp", "reference")(hidden, index, *rest))
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_expert_ids(implementation: str) -> None:
+    """The id E is a sentinel of expert parallelism and adds nothing; others are refused."""
+    hidden, index, weight, *matrices = experts_case(4, 6, 2, 16, FP32)
+    index[:, 1] = 6
+    one = op("expert_mlp", implementation)(hidden, index[:, :1].contiguous(), weight[:, :1].contiguous(), *matrices)
+    torch.testing.assert_close(op("expert_mlp", implementation)(hidden, index, weight, *matrices), one)
+    for wrong in (-1, 7):
+        index[0, 0] = wrong
+        with pytest.raises(IndexError, match="outside"):
+            op("expert_mlp", implementation)(hidden, index, weight, *matrices)
+
+
+@pytest.mark.parametrize("columns", [5, 64, 256])
+@pytest.mark.parametrize("n", [1, 3, 63])
+def test_norm(n: int, columns: int) -> None:
+    """Two roundings to bf16 (before and after the weight), so two units in the last place."""
+    x, weight = random(1, n, columns, dtype=BF16, scale=3), random(2, columns, dtype=BF16)
+    result = op("rms_norm", "cpu")(x, weight, 1e-6)
+    torch.testing.assert_close(result, op("rms_norm", "reference")(x, weight, 1e-6), rtol=2**-7, atol=1e-6)
+    assert torch.equal(torch.cat([op("rms_norm", "cpu")(x[i : i + 1], weight, 1e-6) for i in range(n)]), result)
+
+
+def attention_masks(shown: Tensor) -> dict[str, Tensor]:
+    """The forms in which a mask arrives."""
+    additive = torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(BF16).min)
+    return {"bool": shown, "bf16": additive.to(BF16), "fp32": additive.masked_fill(~shown, -torch.inf)}
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "bf16", "fp32"])
+@pytest.mark.parametrize(("n", "keys", "heads", "groups", "dim"), [(1, 3, 4, 2, 16), (3, 7, 2, 2, 18), (5, 77, 6, 2, 64),
+                                                                   (63, 130, 4, 1, 24)])  # fmt: skip
+def test_attention(n: int, keys: int, heads: int, groups: int, dim: int, kind: str) -> None:
+    q = random(1, n, heads, dim, dtype=BF16).transpose(0, 1)
+    k, v = (random(s, groups, keys + 9, dim, dtype=BF16)[:, :keys] for s in (2, 3))
+    shown = torch.rand(n, keys, generator=torch.Generator().manual_seed(4)) < 0.6
+    shown[:, 0] = True
+    mask = None if kind == "none" else attention_masks(shown)[kind]
+    result = op("tree_attention", "cpu")(q, k, v, mask, 0.3)
+    assert_near(result, op("tree_attention", "reference")(q, k, v, mask, 0.3))
+    for i in range(n):  # a row by itself, with only the keys it may see in the cache
+        seen = torch.arange(keys) if mask is None else shown[i].nonzero()[:, 0]
+        alone = op("tree_attention", "cpu")(q[:, i : i + 1], k[:, seen], v[:, seen], None, 0.3)
+        assert torch.equal(alone[0], result[i])
+
+
+@pytest.mark.parametrize("name", ["few_row_linear", "expert_mlp"])
+def test_threads_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = experts_case(5, 12, 4, 32, BF16)
+    arguments = (random(1, 5, 64, dtype=BF16), random(2, 77, 64, dtype=BF16)) if name == "few_row_linear" else case
+    one = op(name, "cpu")(*arguments)
+    monkeypatch.setattr(f"ecospec_kernels.{name}.cpu.SPLIT_BYTES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(op(name, "cpu")(*arguments), one)
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail: a kernel that drops a column, one that forgets an output."""
+    x, weight = random(1, 3, 64, dtype=BF16), random(2, 16, 64, dtype=BF16)
+    cpu, expected = op("few_row_linear", "cpu"), op("few_row_linear", "reference")(x, weight)
+    clipped = x.clone()
+    clipped[:, -1] = 0
+    for wrong in (cpu(clipped, weight), torch.cat([cpu(x, weight)[:, :-1], torch.empty(3, 1, dtype=BF16)], 1)):
+        with pytest.raises(AssertionError):
+            assert_near(wrong, expected)
+
+
+def test_exp_of_the_kernels() -> None:
+    """Within two units in the last place of the true value over the whole range that softmax and SiLU reach."""
+    import numba
+    import numpy as np
+    from ecospec_kernels.blocks import exp
+
+    @numba.njit
+    def each(x: Any, y: Any) -> None:
+        for i in range(len(x)):
+            y[i] = exp(x[i])
+
+    x = np.linspace(-86, 87, 20001, dtype=np.float32)
+    y = np.empty_like(x)
+    each(x, y)
+    np.testing.assert_allclose(y, np.exp(x.astype(np.float64)), rtol=2.5e-7)
