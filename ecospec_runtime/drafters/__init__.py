@@ -26,4 +26,6 @@ def load_drafter(id_or_folder: str | Path, target: Any, dtype: str = "auto") -> 
     architectures = config.get("architectures") or []
     if any("Eagle3" in name for name in architectures) or config.get("speculators_model_type") == "eagle3":
         return load_eagle3(folder, source, target, dtype)
-    raise UserError(f"drafter {source}: architectures {architectures} in config.json is not a supported kind; use EAGLE-3")
+    raise UserError(
+        f"drafter {source}: architectures {architectures} in config.json is not a supported kind; use EAGLE-3"
+    )

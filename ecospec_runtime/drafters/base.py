@@ -35,9 +35,7 @@ class Drafter(Protocol):
         """Append m rows: features at consecutive positions and the token that follows each."""
         ...
 
-    def expand(
-        self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> Pool:
+    def expand(self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()) -> Pool:
         """The pool below `root_token`, the token of the last row."""
         ...
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from ecospec_kernels import dispatch
-from ecospec_kernels.draft_layer.reference import LayerWeights, Rope, linear
-from ecospec_kernels.draft_propose.reference import Proposals
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ecospec_kernels import dispatch
+from ecospec_kernels.draft_layer.reference import LayerWeights, Rope, linear
+from ecospec_kernels.draft_propose.reference import Proposals
 from ecospec_runtime.checkpoint import DTYPES, fingerprint
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters.eagle3_config import HeadConfig, check_fit, checked_map, read_head_config, read_tensors
@@ -93,19 +93,13 @@ class Eagle3Head(nn.Module):
             return nn.RMSNorm(width, c.eps)
 
         self.fc = linear(features, c.hidden_size)
-        attention = nn.ModuleDict({
-            "q_proj": linear(2 * c.hidden_size, c.heads * c.head_dim),
-            "k_proj": linear(2 * c.hidden_size, c.kv_heads * c.head_dim),
-            "v_proj": linear(2 * c.hidden_size, c.kv_heads * c.head_dim),
-            "o_proj": linear(c.heads * c.head_dim, c.hidden_size),
-        })
-        mlp = nn.ModuleDict({
-            "gate_proj": linear(c.hidden_size, c.intermediate_size),
-            "up_proj": linear(c.hidden_size, c.intermediate_size),
-            "down_proj": linear(c.intermediate_size, c.hidden_size),
-        })
+        heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
+        attention = {f"{name}_proj": linear(2 * c.hidden_size, n * c.head_dim) for name, n in heads.items()}
+        attention["o_proj"] = linear(c.heads * c.head_dim, c.hidden_size)
+        mlp = {f"{name}_proj": linear(c.hidden_size, c.intermediate_size) for name in ("gate", "up")}
+        mlp["down_proj"] = linear(c.intermediate_size, c.hidden_size)
         norms = {name: norm(c.hidden_size) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-        self.midlayer = nn.ModuleDict({"self_attn": attention, "mlp": mlp, **norms})
+        self.midlayer = nn.ModuleDict({"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp), **norms})
         self.norm = norm(c.hidden_size)
         self.lm_head = linear(c.hidden_size, c.draft_vocab_size)
         if c.norm_before_fc:
@@ -188,9 +182,9 @@ class Eagle3Drafter:
 
     def start(self) -> Eagle3Sequence:
         """An empty sequence."""
-        c, kind = self.config, {"dtype": self._dtype, "device": self._device}
-        keys, values = (torch.zeros(c.kv_heads, _ROOM, c.head_dim, **kind) for _ in range(2))
-        return Eagle3Sequence(keys, values, torch.zeros(_ROOM, c.hidden_size, **kind))
+        c, place = self.config, torch.zeros(0, dtype=self._dtype, device=self._device)
+        keys, values = (place.new_zeros(c.kv_heads, _ROOM, c.head_dim) for _ in range(2))
+        return Eagle3Sequence(keys, values, place.new_zeros(_ROOM, c.hidden_size))
 
     @torch.inference_mode()
     def extend(self, sequence: Eagle3Sequence, tokens_m: Tensor | Sequence[int], features_mF: Tensor) -> None:
@@ -298,7 +292,9 @@ def fill(head: Eagle3Head, tensors: dict[str, Tensor], source: str) -> None:
     expected = head.state_dict()
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing:
-        raise UserError(f"{source}: tensor {missing[0]} is missing ({len(missing)} in all); the checkpoint is not complete")
+        raise UserError(
+            f"{source}: tensor {missing[0]} is missing ({len(missing)} in all); the checkpoint is not complete"
+        )
     if unknown:
         raise UserError(f"{source}: tensor {unknown[0]} is not part of an EAGLE-3 head; this variant is not supported")
     for name, value in tensors.items():

@@ -67,7 +67,7 @@ def entering_layers(config: dict[str, Any], target_type: str, layers: int, where
     """
     nested = config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
-        raise UserError(f"{where}: eagle_config.use_aux_hidden_state is false; only heads on captured layers are supported")
+        raise UserError(f"{where}: eagle_config.use_aux_hidden_state is false; only heads on captured layers work")
     outputs, plain = (part.get("eagle_aux_hidden_state_layer_ids") for part in (nested, config))
     found = [tuple(plain)] if plain else []
     if outputs:
@@ -191,10 +191,13 @@ def checked_map(config: HeadConfig, tensors: dict[str, Tensor], where: str) -> T
             )
         if value.shape != (size,):
             raise UserError(f"{where}: tensor {name} has shape {list(value.shape)}, expected [{size}]")
-    assert d2t is not None and t2d is not None
+    assert d2t is not None
+    assert t2d is not None
     kept = t2d.bool().nonzero().flatten()
     if kept.shape == arange.shape and torch.equal(kept, arange + d2t.long()):
         return kept
     if kept.shape == arange.shape and torch.equal(kept, d2t.long()):
         raise UserError(f"{where}: d2t holds absolute ids; the layout wants offsets: save d2t - arange(len(d2t))")
-    raise UserError(f"{where}: d2t and t2d contradict each other (nonzero(t2d) must equal arange + d2t); re-export the head")
+    raise UserError(
+        f"{where}: d2t and t2d contradict each other (nonzero(t2d) must equal arange + d2t); re-export the head"
+    )

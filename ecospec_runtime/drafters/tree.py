@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from ecospec_kernels.draft_propose.reference import Proposals
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ecospec_kernels.draft_propose.reference import Proposals
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.pool import Floats, Ints, Pool
 

@@ -165,8 +165,9 @@ class HeadModule(L.LightningModule):
     """Muon on the matrices, AdamW on norms and output matrix; trapezoidal schedule over wall-clock time."""
 
     def __init__(
-        self, target: Qwen3MoeForCausalLM, head: Eagle3Head, ids_V: Tensor, minutes: float, lr: float, steps: int, share: float
-    ):
+        self, target: Qwen3MoeForCausalLM, head: Eagle3Head, ids_V: Tensor, minutes: float, lr: float, steps: int,
+        share: float,
+    ):  # fmt: skip
         """`steps` unrolled steps after step 0, on a `share` of the rows as chain starts."""
         super().__init__()
         self.head, self.ids = head, ids_V
@@ -244,7 +245,8 @@ class HeadModule(L.LightningModule):
         for name, p in self.head.named_parameters():
             (matrices if p.ndim == 2 and "lm_head" not in name else rest).append(p)
         muon = Muon([{"params": matrices, "base_lr": self.lr}], lr=self.lr, weight_decay=0.01)
-        adam = torch.optim.AdamW([{"params": rest, "base_lr": self.lr / 2}], lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        groups = [{"params": rest, "base_lr": self.lr / 2}]
+        adam = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
         return [muon, adam]
 
 
@@ -280,7 +282,9 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="continue from this head")
-    parser.add_argument("--generated", type=Path, nargs="*", default=[], help="more token arrays, e.g. of the target's own text")
+    parser.add_argument(
+        "--generated", type=Path, nargs="*", default=[], help="more token arrays: the target's own text"
+    )
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--batch", type=int, default=4, help="windows per process and step")
     parser.add_argument("--processes", type=int, default=2)

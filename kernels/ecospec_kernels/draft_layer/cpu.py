@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from ecospec_kernels.blocks import (
-    BLOCK, LANES, _dots, compiled, exp, matmul, matmul_f32, pack_row, plane_length, view, workspace,
+    BLOCK,
+    LANES,
+    _dots,
+    compiled,
+    exp,
+    matmul,
+    matmul_f32,
+    pack_row,
+    plane_length,
+    view,
+    workspace,
 )  # fmt: skip
 from ecospec_kernels.draft_layer.reference import LayerWeights, Rope
 
@@ -40,7 +50,9 @@ def product(x: int, n: int, columns: int, w: int, bf16: bool, outputs: int, pack
     stride = planes * plane * 4
     for t in range(n):
         pack_row(x + t * columns * 4, columns, planes, packed + t * stride)
-    matmul(bf16, w, columns * (2 if bf16 else 4), columns // planes, 0, outputs, packed, stride, plane, n, out, outputs * 4)
+    matmul(
+        bf16, w, columns * (2 if bf16 else 4), columns // planes, 0, outputs, packed, stride, plane, n, out, outputs * 4
+    )
 
 
 @numba.njit(nogil=True)
@@ -162,7 +174,10 @@ def _layer(embed: int, h: int, n: int, hidden: int, heads: int, groups: int, dim
         rms(state + t * hidden * 4, post_norm, hidden, eps, x + t * hidden * 4)
     product(x, n, hidden, gate_up_w, bf16, 2 * inner, packed, qkv)
     for t in range(n):
-        gate, up = view(qkv + t * 2 * inner * 4, inner, np.float32), view(qkv + (2 * t + 1) * inner * 4, inner, np.float32)
+        gate, up = (
+            view(qkv + t * 2 * inner * 4, inner, np.float32),
+            view(qkv + (2 * t + 1) * inner * 4, inner, np.float32),
+        )
         active = view(x + t * inner * 4, inner, np.float32)
         for i in range(inner):
             active[i] = gate[i] / (np.float32(1.0) + exp(-gate[i])) * up[i]

@@ -30,7 +30,7 @@ def _best(logits: int, vocabulary: int, width: int, top: int, ids: int) -> None:
 
 
 @numba.njit(nogil=True, fastmath={"contract", "reassoc"})
-def _sums(logits: int, vocabulary: int, top: float, temperature: float) -> tuple[float, float]:
+def _sums(logits: int, vocabulary: int, top: float, temperature: float) -> tuple[np.float32, np.float32]:
     """Sum of e = exp((logit - top) / temperature), and of e * (logit - top)."""
     x = view(logits, vocabulary, np.float32)
     scale, peak = np.float32(1.0 / temperature), np.float32(top)
@@ -83,7 +83,8 @@ def draft_propose(
     )
     _propose(
         states.data_ptr(), n, hidden, norm_H.data_ptr(), eps, lm_head_VH.data_ptr(), lm_head_VH.dtype == torch.bfloat16,
-        vocabulary, width, tau.ctypes.data, count, *(x.data_ptr() for x in result),
+        vocabulary, width, tau.ctypes.data, count, result.log_probs.data_ptr(), result.ids.data_ptr(),
+        result.entropies.data_ptr(), result.log_normalizers.data_ptr(),
         workspace(n * (3 * hidden + 2 * LANES + vocabulary)),
     )  # fmt: skip
     return result

@@ -1,0 +1,214 @@
+"""EAGLE-3 checkpoints: what loads, what is refused by name, and which target layers each format means (CASES 6, 7, 10)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.drafters import load_drafter
+from ecospec_runtime.drafters.eagle3_config import entering_layers
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.target import Target
+
+Edit = Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return Target.from_pretrained(tiny_target_dir, dtype="float32")
+
+
+@pytest.fixture
+def edited(tiny_drafter_dir: Path, tmp_path: Path) -> Callable[[Edit], Path]:
+    """Returns a function that applies an edit to the tensors and config of a copy of the tiny head."""
+
+    def make(edit: Edit) -> Path:
+        folder = tmp_path / "head"
+        shutil.copytree(tiny_drafter_dir, folder)
+        tensors = load_file(folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        edit(tensors, config)
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+def draft(folder: Path, target: Target) -> Any:
+    """A small pool after a fixed prefix."""
+    drafter: Any = load_drafter(folder, target)
+    sequence = drafter.start()
+    features = torch.randn(5, 96, generator=torch.Generator().manual_seed(3))
+    drafter.extend(sequence, torch.tensor([7, 8, 9, 10, 11]), features)
+    return drafter.expand(sequence, 11, PoolConfig(depth=3, beam=2, width=4))
+
+
+def test_proposals_are_target_ids_through_the_offset_map(tiny_drafter_dir: Path, target: Target) -> None:
+    tensors = load_file(tiny_drafter_dir / "model.safetensors")
+    kept = tensors["t2d"].nonzero().flatten()
+    assert not torch.equal(kept, torch.arange(48))  # otherwise dropping the map would go unnoticed
+    pool = draft(tiny_drafter_dir, target)
+    state = torch.from_numpy(pool.states[1])
+    normed = state * (state.square().mean() + 1e-6).rsqrt() * tensors["norm.weight"]
+    best = (tensors["lm_head.weight"] @ normed).argsort(descending=True)[:4]
+    assert pool.tokens[:4].tolist() == kept[best].tolist()
+
+
+def test_bin_files_load_like_safetensors(
+    edited: Callable[[Edit], Path], tiny_drafter_dir: Path, target: Target
+) -> None:
+    folder = edited(lambda tensors, config: None)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert draft(folder, target).tokens.tolist() == draft(tiny_drafter_dir, target).tokens.tolist()
+
+
+def test_bin_files_cannot_run_code(edited: Callable[[Edit], Path], target: Target) -> None:
+    folder = edited(lambda tensors, config: None)
+    (folder / "model.safetensors").unlink()
+    torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        load_drafter(folder, target)
+
+
+def test_no_map_is_needed_for_the_full_vocabulary(edited: Callable[[Edit], Path], target: Target) -> None:
+    def edit(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        del tensors["d2t"], tensors["t2d"]
+        tensors["lm_head.weight"] = torch.randn(96, 32)
+        config["draft_vocab_size"] = 96
+
+    pool = draft(edited(edit), target)
+    assert set(pool.tokens.tolist()) <= set(range(96))
+
+
+def _absolute(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(48)
+
+
+def _shifted(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    tensors["d2t"] = tensors["d2t"] + 1
+
+
+def _without(name: str) -> Edit:
+    return lambda tensors, config: tensors.__delitem__(name)
+
+
+def _setting(**values: Any) -> Edit:
+    return lambda tensors, config: config.update(values)
+
+
+def _tensor(name: str, *shape: int) -> Edit:
+    return lambda tensors, config: tensors.__setitem__(name, torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_absolute, "absolute"),
+        (_shifted, "contradict"),
+        (_without("d2t"), "d2t is missing"),
+        (_without("t2d"), "t2d is missing"),
+        (_without("fc.weight"), "fc.weight is missing"),
+        (_without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
+        (_setting(draft_vocab_size=200), "200 .* larger than the target's 96"),
+        (_setting(vocab_size=128), "128 tokens, the target has 96"),
+        (_setting(target_hidden_size=64), "hidden size 64, this one has 32"),
+        (_setting(intermediate_size=80), r"down_proj.weight has shape \[32, 64\].*\[32, 80\]"),
+        (_setting(num_hidden_layers=2), "num_hidden_layers"),
+        (_setting(hidden_act="gelu"), "gelu"),
+        (_setting(norm_output=True), "norm_output"),
+        (_setting(speculators_model_type="eagle3"), "speculators"),
+        (_setting(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic"),
+        (_setting(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
+        (_setting(hidden_size=None), "unreadable value"),
+        (_setting(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
+        (_setting(eagle_aux_hidden_state_layer_ids=[2, 3, 40]), "captured layers"),
+        (_tensor("midlayer.self_attn.q_proj.bias", 32), "q_proj.bias is not part"),
+        (_tensor("d2t", 47), r"d2t has shape \[47\]"),
+    ],
+)
+def test_faults_are_refused_by_name(edited: Callable[[Edit], Path], target: Target, edit: Edit, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_drafter(edited(edit), target)
+    assert "\n" not in str(caught.value)
+    assert "head" in str(caught.value)
+
+
+def test_missing_config_key_is_named(edited: Callable[[Edit], Path], target: Target) -> None:
+    with pytest.raises(UserError, match="intermediate_size"):
+        load_drafter(edited(lambda tensors, config: config.__delitem__("intermediate_size")), target)
+
+
+def test_missing_folder_and_damaged_file_are_named(
+    edited: Callable[[Edit], Path], tmp_path: Path, target: Target
+) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        load_drafter(tmp_path / "nowhere", target)
+    folder = edited(lambda tensors, config: None)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
+        load_drafter(folder, target)
+
+
+def test_shared_embedding_must_fit(edited: Callable[[Edit], Path], target: Target) -> None:
+    with pytest.raises(UserError, match="embed_tokens"):
+        load_drafter(edited(_setting(hidden_size=64, target_hidden_size=32)), target)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "layers", "expected"),
+    [
+        ({}, "qwen3_moe", 48, (2, 24, 45)),
+        ({}, "qwen3_moe", 7, (2, 3, 4)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 23, 44]}}, "qwen3_moe", 48, (2, 24, 45)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}}, "deepseek_v3", 61, (2, 30, 58)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}}, "deepseek_v3", 61, (2, 30, 58)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}}, "gpt_oss", 36, (2, 18, 33)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 36]}}, "gpt_oss", 36, (2, 18, 36)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 24, 45]}, "qwen3_moe", 48, (2, 24, 45)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 24, 45],
+          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 23, 44]}}, "qwen3_moe", 48, (2, 24, 45)),
+    ],
+)  # fmt: skip
+def test_layer_ids_of_each_format(config: dict[str, Any], kind: str, layers: int, expected: tuple[int, ...]) -> None:
+    assert entering_layers(config, kind, layers, "config.json") == expected
+
+
+def test_contradicting_layer_ids_are_refused() -> None:
+    config = {
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+    }
+    with pytest.raises(UserError, match="top level"):
+        entering_layers(config, "qwen3_moe", 7, "config.json")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+        {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
+    ],
+)
+def test_captured_layers_are_the_right_ones(
+    edited: Callable[[Edit], Path], tiny_target_dir: Path, ids: dict[str, Any]
+) -> None:
+    target = Target.from_pretrained(tiny_target_dir, dtype="float32")
+    for i, layer in enumerate(target.model.model.layers):  # layer i emits the constant i
+        layer.register_forward_hook(lambda module, args, output, i=i: torch.full_like(output, i))
+    drafter = load_drafter(edited(_setting(**ids)), target)
+    tokens = torch.tensor([5, 6, 7])
+    out = target.forward(tokens, torch.arange(3), None, target.new_cache(), aux_layers=drafter.aux_layers)
+    assert out.aux is not None
+    assert out.aux.view(3, 3, 32).unique(dim=0).view(3, 32)[:, 0].tolist() == [1.0, 2.0, 3.0]  # entering 2, 3, 4
