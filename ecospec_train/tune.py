@@ -37,6 +37,7 @@ from ecospec_train.traces import TargetRecord, Traces
 STUDY = "ecospec"
 BUDGETS = (2, 3, 4, 6, 8, 12, 24)  # of the `confidence` yardsticks
 SEARCHED = ("confidence", "ratio", "throughput")
+AS_GOOD = 0.005  # relative difference in rate that a simpler policy may cost
 MIN_PROMPTS = 4  # fewer unseen prompts than this are not enough to tune and confirm on
 
 OnTrial = Callable[[int, float, dict[str, Any]], None]  # number, tokens per ms, the replay's result
@@ -235,7 +236,7 @@ def conclude(
 ) -> TuneReport:
     """Confirm the study's best policy on unseen prompts, decide between it and `off`, write the policy file."""
     ranked = ranked_trials(study)
-    spec = spec_of(ranked[0])
+    spec = spec_of(simplest(ranked))
     off = PolicySpec(name="off")
     rivals = {"off": off}
     for name, kind in (("confidence", "raw"), ("confidence_temperature", "temperature")):
@@ -285,6 +286,12 @@ def ranked_trials(study: optuna.Study) -> list[FrozenTrial]:
     """Finished trials, the fastest first; ties in the order they were tried."""
     finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return sorted(finished, key=lambda trial: -(trial.value or 0.0))
+
+
+def simplest(ranked: list[FrozenTrial]) -> FrozenTrial:
+    """The best trial, unless one without an expert buffer is as good: a buffer must earn the time it costs."""
+    good = [t for t in ranked if (t.value or 0.0) >= (1.0 - AS_GOOD) * (ranked[0].value or 0.0)]
+    return next((t for t in good if not t.params.get("buffer")), ranked[0])
 
 
 def is_yardstick(trial: FrozenTrial, kind: str, depth: int) -> bool:

@@ -16,7 +16,7 @@ from ecospec_runtime.policies import PolicySpec, build_policy, parse_policy
 from ecospec_runtime.predictor import Predictor
 from ecospec_train.replay import load_rows, replay
 from ecospec_train.traces import Traces
-from ecospec_train.tune import TuneConfig, fingerprint, split_prompts, tune, yardsticks
+from ecospec_train.tune import TuneConfig, fingerprint, simplest, split_prompts, tune, yardsticks
 from tests.train.invented import NearlyRightPredictor, make_profile
 from tests.train.synthetic import SHAPE, write_traces
 
@@ -91,6 +91,16 @@ def test_a_gain_within_the_noise_is_no_gain(config: TuneConfig) -> None:
     report = tune(config.model_copy(update={"trials": 1, "margin": 5.0}))
     assert report.policy == "off"
     assert report.results["best"]["tokens_per_ms"] > report.results["off"]["tokens_per_ms"]
+
+
+def test_a_buffer_must_earn_its_cost() -> None:
+    def trial(value: float, buffer: bool) -> optuna.trial.FrozenTrial:
+        choice = optuna.distributions.CategoricalDistribution((False, True))
+        return optuna.trial.create_trial(value=value, params={"buffer": buffer}, distributions={"buffer": choice})
+
+    close, far = [trial(1.002, True), trial(1.0, False)], [trial(1.1, True), trial(1.0, False)]
+    assert simplest(close) is close[1]
+    assert simplest(far) is far[0]
 
 
 def test_a_second_run_continues_the_study(config: TuneConfig) -> None:
