@@ -55,17 +55,17 @@ class FitConfig(Config):
 
     traces: Path
     out: Path
-    width: int = Field(256, ge=8)  # of the trunk; 512 for targets with thousands of experts in all
-    epochs: int = Field(12, ge=1)
-    max_seconds: float | None = Field(75.0, gt=0)  # training stops earlier; the schedule knows
-    batch_positions: int = Field(32, ge=1)
-    node_share: float = Field(0.5, gt=0, le=1)  # of the nodes with an unreached parent that an epoch sees
-    lr: float = Field(2e-3, gt=0)
-    weight_decay: float = Field(0.05, ge=0)
-    acceptance_weight: float = Field(0.5, ge=0)
-    heldout: float = Field(0.15, gt=0, lt=1)  # share of the prompts
+    width: int = Field(default=256, ge=8)  # of the trunk; 512 for targets with thousands of experts in all
+    epochs: int = Field(default=12, ge=1)
+    max_seconds: float | None = Field(default=75.0, gt=0)  # training stops earlier; the schedule knows
+    batch_positions: int = Field(default=32, ge=1)
+    node_share: float = Field(default=0.5, gt=0, le=1)  # of the nodes with an unreached parent that an epoch sees
+    lr: float = Field(default=4e-3, gt=0)
+    weight_decay: float = Field(default=0.05, ge=0)
+    acceptance_weight: float = Field(default=0.5, ge=0)
+    heldout: float = Field(default=0.15, gt=0, lt=1)  # share of the prompts
     seed: int = 0
-    devices: int = Field(1, ge=1)
+    devices: int = Field(default=1, ge=1)
     accelerator: str = "auto"
 
 
@@ -92,7 +92,7 @@ class PlainProgress(Callback):
 
 
 def train(network: PredictorNetwork, data: PredictorData, config: FitConfig, logger: Logger | None) -> int:
-    """Train in place; returns the epochs begun. Ctrl-C leaves the last checkpoint under `out/checkpoints` and raises KeyboardInterrupt."""
+    """Train in place; returns the epochs begun. Ctrl-C leaves the last checkpoint in `out/checkpoints` and is raised."""
     steps = config.epochs * max(1, len(data.fit_stream))
     module = PredictorModule(
         network, steps, config.lr, config.weight_decay, config.acceptance_weight, config.max_seconds
@@ -141,39 +141,51 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     torch.manual_seed(config.seed)
     tables = NodeTables(traces, seed=config.seed)
     prompts = [p for shard in traces.manifest.shards for p in shard.prompt_ids]
-    fit_prompts, heldout = split_prompts(prompts, config.heldout, config.seed)
-    data = PredictorData(tables, fit_prompts, heldout, config.batch_positions, config.node_share, config.seed)
+    fitted, heldout = split_prompts(prompts, config.heldout, config.seed)
+    data = PredictorData(tables, fitted, heldout, config.batch_positions, config.node_share, config.seed)
     if not len(data.fit_stream) or not len(data.heldout_stream):
         raise UserError(f"{config.traces}: too few positions to fit on and to hold out; harvest more")
-    target = traces.manifest.target
-    shapes = PredictorShapes(hidden=target.hidden_size, state=traces.manifest.drafter.width, layers=target.moe_layers,
-                             experts=target.experts, top_k=target.top_k)  # fmt: skip
-    network = PredictorNetwork(shapes, config.width)
+    manifest = describe(traces, sorted(heldout), config)
+    network = PredictorNetwork(manifest.shapes, config.width)
     epochs = train(network, data, config, logger)
-    trained = time.monotonic()
+    trained = time.monotonic() - started
     export_network(network, config.out)
-    rows = AcceptanceRows.collect(tables, fit_prompts)
-    model = AcceptanceModel(best="head", temperature=fit_temperature(rows, traces.manifest.drafter_temperatures),
-                            logistic=fit_logistic(rows))  # fmt: skip
-    manifest = PredictorManifest(
-        shapes=shapes, target=target.model_dump(), drafter=traces.manifest.drafter.model_dump(),
-        pool=traces.manifest.pool, temperature=traces.manifest.temperature, traces=traces_fingerprint(traces), heldout_prompts=sorted(heldout),
-        files={}, config=config.model_dump(mode="json"), versions=versions(),
+    rows = AcceptanceRows.collect(tables, fitted)
+    temperature = fit_temperature(rows, traces.manifest.drafter_temperatures)
+    model = AcceptanceModel(best="head", temperature=temperature, logistic=fit_logistic(rows))
+    metrics = judge(Predictor(open_session(config.out / ONNX_FILE, torch.get_num_threads()), manifest, model), tables,
+                    fitted, heldout)  # fmt: skip
+    losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
+    model = model.model_copy(update={"best": metrics["best_acceptance"], "log_loss": losses})
+    metrics["fit"] = {"epochs": epochs, "prompts": len(fitted), "positions": sum(data.fit_stream.counts),
+                      "acceptance_nodes": len(rows.label), "parameters": sum(p.numel() for p in network.parameters()),
+                      "train_seconds": trained, "seconds": time.monotonic() - started}  # fmt: skip
+    write_folder(config.out, model, metrics, manifest)
+    return FitReport(config.out, metrics, time.monotonic() - started)
+
+
+def describe(traces: Traces, heldout: list[int], config: FitConfig) -> PredictorManifest:
+    """The manifest of a predictor that is about to be fitted; its hashes come last."""
+    source, target = traces.manifest, traces.manifest.target
+    shapes = PredictorShapes(hidden=target.hidden_size, state=source.drafter.width, layers=target.moe_layers,
+                             experts=target.experts, top_k=target.top_k)  # fmt: skip
+    return PredictorManifest(
+        shapes=shapes, target=target.model_dump(), drafter=source.drafter.model_dump(), pool=source.pool,
+        temperature=source.temperature, traces=traces_fingerprint(traces), heldout_prompts=heldout, files={},
+        config=config.model_dump(mode="json"), versions=versions(),
     )  # fmt: skip
-    session = open_session(config.out / ONNX_FILE, torch.get_num_threads())
-    evaluation = Evaluation(Predictor(session, manifest, model), routing_table(tables, fit_prompts, heldout, shapes),
-                            traces.manifest.drafter_temperatures)  # fmt: skip
+
+
+def judge(predictor: Predictor, tables: NodeTables, fitted: set[int], heldout: set[int]) -> dict[str, Any]:
+    """Held-out metrics, with the best acceptance kind and the figures of `bars`."""
+    baseline = routing_table(tables, fitted, heldout, predictor.shapes)
+    evaluation = Evaluation(predictor, baseline, tables.traces.manifest.drafter_temperatures)
     evaluation.run(tables, heldout)
     metrics = evaluation.metrics()
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
-    model = model.model_copy(update={"best": min(losses, key=losses.__getitem__), "log_loss": losses})
-    metrics["fit"] = {"epochs": epochs, "prompts": len(fit_prompts), "positions": sum(data.fit_stream.counts), "nodes_judged": len(rows.label),
-                      "train_seconds": trained - started, "seconds": time.monotonic() - started,
-                      "parameters": sum(p.numel() for p in network.parameters())}  # fmt: skip
-    metrics["best_acceptance"] = model.best
+    metrics["best_acceptance"] = min(losses, key=losses.__getitem__)
     metrics["bars"] = bars(metrics)
-    write_folder(config.out, model, metrics, manifest)
-    return FitReport(config.out, metrics, time.monotonic() - started)
+    return metrics
 
 
 def bars(metrics: dict[str, Any]) -> dict[str, float]:

@@ -55,9 +55,9 @@ class PredictorNetwork(nn.Module):
 
 
 def routing_loss(logits_NLE: Tensor, routing_NLK: Tensor) -> Tensor:
-    """Cross-entropy of softmax over experts with the true top-k as a uniform target, mean over rows and layers."""
-    chosen = logits_NLE.gather(-1, routing_NLK).mean(-1)
-    return (logits_NLE.logsumexp(-1) - chosen).mean()
+    """Binary cross-entropy of every expert, summed over experts and divided by K: mean over rows and layers."""
+    chosen = logits_NLE.gather(-1, routing_NLK).sum(-1)
+    return (F.softplus(logits_NLE).sum(-1) - chosen).mean() / routing_NLK.size(-1)
 
 
 def acceptance_loss(logits_N: Tensor, group_N: Tensor, label_N: Tensor, weight_N: Tensor, groups: int) -> Tensor:

@@ -89,7 +89,9 @@ def test_garbage_never_leaves_the_unit_interval(kind: str, values: list[float]) 
 
 def test_an_empty_pool_has_no_acceptance() -> None:
     none = np.zeros(0, np.int64)
-    pool = Pool(none, none, none, none, np.zeros(0, np.float32), none, np.zeros((1, 4), np.float32), np.zeros(1), 0)
+    pool = Pool(
+        none, none, none, none, np.zeros(0, np.float32), none, np.zeros((1, 4), np.float32), np.zeros(1, np.float32), 0
+    )
     assert acceptance(pool, "raw", None).shape == (0,)
     assert acceptance(pool, "head", MODEL, np.zeros(0, np.float32)).shape == (0,)
 

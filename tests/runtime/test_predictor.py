@@ -207,8 +207,6 @@ def test_export_is_compared_with_torch(folder: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 300])
 def test_any_number_of_rows(folder: Path, rows: int) -> None:
-    prediction = Predictor.from_folder(folder).run(
-        np.zeros((rows, HIDDEN)), np.zeros((rows, WIDTH)), np.zeros((rows, 4))
-    )
+    prediction = Predictor.from_folder(folder).run(*(np.zeros((rows, size), np.float32) for size in (HIDDEN, WIDTH, 4)))
     assert prediction.routing_logits.shape == (rows, LAYERS, EXPERTS)
     assert prediction.acceptance_logits.shape == (rows,)
