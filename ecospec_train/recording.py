@@ -25,6 +25,7 @@ from ecospec_runtime.target import Target
 from ecospec_train.traces import TraceRow
 
 ROWS_PER_PASS = 768
+ROWS_PER_CHUNK = 32
 LOGITS_PER_PASS = 1 << 26  # at most 256 MB of float32 logits
 
 
@@ -195,6 +196,11 @@ def flat_mask(pools: list[Pool], contexts: list[int], past: int) -> np.ndarray:
 
 
 def log_normalizers(logits_MV: Tensor, temperatures: tuple[float, ...]) -> np.ndarray:
-    """logsumexp of logits / T for each temperature: [M, T]."""
-    out = [torch.logsumexp(logits_MV if t == 1.0 else logits_MV / t, dim=-1) for t in temperatures]
-    return torch.stack(out, dim=1).numpy(force=True) if out else np.zeros((len(logits_MV), 0), np.float32)
+    """logsumexp of logits / T for each temperature: [M, T]. A few rows at a time stay in the processor's cache."""
+    out = np.zeros((len(logits_MV), len(temperatures)), np.float32)
+    for start in range(0, len(logits_MV), ROWS_PER_CHUNK):
+        rows = logits_MV[start : start + ROWS_PER_CHUNK]
+        for column, t in enumerate(temperatures):
+            values = torch.logsumexp(rows if t == 1.0 else rows / t, dim=-1)
+            out[start : start + len(rows), column] = values.numpy(force=True)
+    return out

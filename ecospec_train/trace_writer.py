@@ -1,7 +1,7 @@
 """Writing traces so that nothing is lost or doubled when the process dies: write, fsync, rename; then list the shard.
 
 Each rank keeps the list of its finished shards in `progress-RR.json`, rewritten after every shard. A file that no list names is a
-leftover of a killed run; `ShardWriter` removes its own.
+leftover of a killed run; `ShardWriter` removes its own. Shards from the first damaged one on are recorded again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,10 @@ class ShardWriter:
     """Gathers whole prompts and writes a shard once `shard_rows` rows are there. One per rank."""
 
     def __init__(self, folder: Path, experts: int, rank: int = 0, shard_rows: int = 256) -> None:
-        """Continues after the shards that an earlier run of this rank finished; removes its unfinished files."""
+        """Continues after the intact shards that an earlier run of this rank finished; removes its other files."""
         self._folder, self._experts, self._rank, self._shard_rows = folder, experts, rank, shard_rows
         self._log = folder / f"progress-{rank:02d}.json"
-        self.shards = read_progress(self._log)
+        self.shards = list(takewhile(self._intact, read_progress(self._log)))
         self._pending: list[TraceRow] = []
         self._pending_prompts: list[int] = []
         listed = {shard.file for shard in self.shards}
@@ -103,6 +104,10 @@ class ShardWriter:
         for path in leftovers:
             if path.name not in listed:
                 path.unlink()
+
+    def _intact(self, shard: ShardRecord) -> bool:
+        path = self._folder / shard.file
+        return path.is_file() and path.stat().st_size == shard.bytes and sha256_of(path.read_bytes()) == shard.sha256
 
     def add(self, prompt_id: int, rows: Iterable[TraceRow]) -> None:
         """Take all rows of one prompt; prompts come in rising order. A prompt without rows is remembered as done."""

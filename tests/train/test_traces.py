@@ -253,6 +253,22 @@ def test_a_killed_writer_leaves_whole_shards_only(tmp_path: Path, monkeypatch: p
     assert sorted(p.name for p in tmp_path.iterdir()) == ["progress-00.json", "shard-00-00000.parquet"]
 
 
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+def test_a_damaged_shard_and_those_after_it_are_written_again(tmp_path: Path, damage: str) -> None:
+    rng = np.random.default_rng(0)
+    writer = ShardWriter(tmp_path, 12, shard_rows=1)
+    for prompt_id in range(3):
+        writer.add(prompt_id, [make_row(rng, prompt_id, 0, 3)])
+    path = tmp_path / writer.shards[1].file
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1] if damage == "truncated" else data[:40] + bytes([data[40] ^ 1]) + data[41:])
+    assert [s.prompt_ids for s in ShardWriter(tmp_path, 12).shards] == [[0]]
+    assert [p.name for p in tmp_path.glob("shard-*")] == ["shard-00-00000.parquet"]
+
+
 def test_full_disk_is_the_users_to_fix_and_keeps_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
