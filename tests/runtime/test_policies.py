@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from operator import or_
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import POLICIES, PolicySpec, build_policy, parse_policies, parse_policy
+from ecospec_runtime.policies.throughput import _Search
 from ecospec_runtime.pool import Candidates, Pool, is_closed, pack_masks, path_products
 
 PLAIN_MS = 1.0
@@ -207,6 +210,21 @@ def test_throughput_is_close_to_the_minimum_cut_on_full_pools() -> None:
     assert min(gaps) > -1e-4
     assert np.mean(gaps) <= 0.001
     assert np.max(gaps) <= 0.02
+
+
+def test_the_search_keeps_its_books() -> None:
+    rng = np.random.default_rng(10)
+    for _ in range(200):
+        candidates, profile, price = random_candidates(rng, 20), make_profile(0.03), float(rng.uniform(0.3, 2.0))
+        values = [float(v) - price * profile.per_token_ms for v in candidates.reach]
+        parents = candidates.pool.parents.tolist()
+        search = _Search(parents, values, candidates.masks, candidates.root_mask, price * profile.per_expert_ms, None)
+        search.run(None)
+        flags = [False] * len(candidates)
+        covered, value, _ = search._sweep(flags, candidates.root_mask, 0.0)
+        chosen = [i for i, flag in enumerate(flags) if flag]
+        assert value == pytest.approx(worth(candidates, chosen, price, profile), abs=1e-5)
+        assert covered == functools.reduce(or_, (candidates.masks[i] for i in chosen), candidates.root_mask)
 
 
 def test_throughput_beats_the_others_on_its_own_objective() -> None:
