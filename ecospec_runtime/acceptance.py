@@ -99,12 +99,14 @@ def raw(log_probs: Floats) -> Floats:
 
 def at_temperature(log_probs: Floats, log_normalizers: Floats, temperature: float) -> Floats:
     """Drafter probability at a temperature `[n]`, from log p at temperature 1 and the normalizer of its state `[n]`."""
-    return np.exp(np.minimum(log_probs / np.float32(temperature) - log_normalizers, 0.0))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.exp(np.minimum(log_probs / np.float32(temperature) - log_normalizers, 0.0))
 
 
 def logistic(scalars_n4: Floats, weights: LogisticWeights) -> Floats:
     """Logistic acceptance `[n]` from node scalars (root row left out)."""
-    logits = np.clip(scalars_n4 @ weights.vector() + np.float32(weights.bias), -LOGIT_BOUND, LOGIT_BOUND)
+    with np.errstate(over="ignore", invalid="ignore"):  # of odd drafters; the caller takes care of NaN
+        logits = np.clip(scalars_n4 @ weights.vector() + np.float32(weights.bias), -LOGIT_BOUND, LOGIT_BOUND)
     return (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
 
 
