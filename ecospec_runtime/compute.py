@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ecospec_kernels import dispatch
-from ecospec_kernels.expert_mlp.reference import module_experts
 from torch import Tensor, nn
 from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ecospec_kernels import dispatch
+from ecospec_kernels.expert_mlp.reference import module_experts
 
 NAME = "ecospec"
 
@@ -40,7 +41,7 @@ def _silu_classes() -> type:
     return type(ACT2FN["silu"])
 
 
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Experts function for transformers' registry: [n, D], [n, K], [n, K] -> [n, D]."""
     if plain_swiglu(self):
         up, down = self.gate_up_proj, self.down_proj
@@ -70,25 +71,17 @@ class FewRowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., O]."""
-        return _linear(input, self.weight, self.bias)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
-    if dispatch.supports_linear(rows, weight, bias):
-        out = dispatch.few_row_linear(rows, weight, bias)
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
-    return F.linear(x, weight, bias)
+        parameters = self._parameters  # skips the attribute lookup of nn.Module, which costs as much as a small product
+        return dispatch.linear(input, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return dispatch.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    return dispatch.rms_norm(hidden_states, self._parameters["weight"], self.variance_epsilon)
 
 
 def _top_k_router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax, top-k, optional renormalisation: the routers of Qwen-MoE, OLMoE and their kin."""
-    rows = hidden_states.reshape(-1, self.hidden_dim)
-    logits = _linear(rows, self.weight, None)
+    logits = dispatch.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     scores, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), self.top_k, dim=-1)
     if self.norm_topk_prob:
         scores /= scores.sum(dim=-1, keepdim=True)
@@ -148,6 +141,8 @@ def install(model: Any, device: str | torch.device | None = None) -> None:
     _attention(model)
     classes: dict[type, type | None] = {}
     for module in model.modules():
+        if type(module).__module__ == __name__:
+            continue  # installed before
         if type(module) is nn.Linear:
             module.__class__ = FewRowLinear
         elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ENABLED = os.environ.get("ECOSPEC_KERNELS") != "reference" and importlib.util.find_spec("numba") is not None
@@ -36,19 +37,19 @@ def _module(op: str, implementation: str) -> ModuleType:
 
 
 def _choose(op: str, supported: bool) -> ModuleType:
-    implementation = "cpu" if supported and ENABLED else "reference"
+    implementation = "cpu" if supported else "reference"
     CALLS[op, implementation] += 1
     return _module(op, implementation)
 
 
 def _plain(t: Tensor) -> bool:
-    """On the CPU, bf16 or fp32, dense in its last dimension."""
-    return t.is_cpu and (t.dtype is torch.bfloat16 or t.dtype is torch.float32) and t.stride(-1) == 1
+    """On the CPU and bf16 or fp32."""
+    return t.is_cpu and (t.dtype is torch.bfloat16 or t.dtype is torch.float32)
 
 
 def _rows(n: int, weight: Tensor) -> bool:
     """Whether a kernel is the better choice for n rows."""
-    return 0 < n <= MAX_ROWS or n > 0 and weight.dtype is torch.bfloat16 and not native_bf16()
+    return 0 < n <= MAX_ROWS or (n > 0 and weight.dtype is torch.bfloat16 and not native_bf16())
 
 
 def _columns(k: int, dtype: torch.dtype) -> bool:
@@ -57,24 +58,33 @@ def _columns(k: int, dtype: torch.dtype) -> bool:
 
 
 def supports_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the CPU kernel takes this call: x [n, K], weight [O >= 8, K], rows dense in memory, no gradient."""
+    """Whether the CPU kernel takes this call: x [..., K], weight [O >= 8, K] contiguous, no gradient."""
+    outputs, columns = weight.shape
     return (
-        x.dim() == 2 and weight.dim() == 2 and _rows(x.size(0), weight) and weight.size(0) >= 8
-        and _plain(x) and _plain(weight) and _columns(weight.size(1), weight.dtype) and not torch.is_grad_enabled()
-        and (bias is None or bias.dtype is weight.dtype and bias.is_contiguous())
+        ENABLED and _plain(x) and _plain(weight) and weight.is_contiguous() and _columns(columns, weight.dtype)
+        and outputs >= 8 and _rows(x.numel() // columns, weight) and not torch.is_grad_enabled()
+        and (bias is None or (bias.dtype is weight.dtype and bias.is_contiguous()))
     )  # fmt: skip
 
 
 def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [n, K] @ weight [O, K].T (+ bias [O]) -> [n, O] in x's dtype, accumulated in fp32."""
+    """x [..., K] @ weight [O, K].T (+ bias [O]) -> [..., O] in x's dtype, accumulated in fp32."""
     return _choose("few_row_linear", supports_linear(x, weight, bias)).few_row_linear(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A drop-in `F.linear`: the CPU kernel where it is taken, else torch's own product in the inputs' dtype."""
+    if supports_linear(x, weight, bias):
+        CALLS["few_row_linear", "cpu"] += 1
+        return _module("few_row_linear", "cpu").few_row_linear(x, weight, bias)  # type: ignore[no-any-return]
+    return F.linear(x, weight, bias)
 
 
 def supports_experts(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     """Whether the CPU kernel takes this call: contiguous gate_up [E, 2M, D] and down [E, D, M] of one dtype."""
     return (
-        _rows(hidden_ND.size(0), gate_up) and index_NK.dtype is torch.int64 and gate_up.dtype is down.dtype
-        and _plain(hidden_ND) and _plain(weight_NK) and _plain(gate_up) and _columns(gate_up.size(2), gate_up.dtype)
+        ENABLED and _rows(hidden_ND.size(0), gate_up) and index_NK.dtype is torch.int64 and gate_up.dtype is down.dtype
+        and _plain(hidden_ND) and hidden_ND.stride(1) == 1 and _plain(weight_NK) and _plain(gate_up) and _columns(gate_up.size(2), gate_up.dtype)
         and _columns(down.size(2), down.dtype) and down.size(1) >= 8 and not torch.is_grad_enabled()
         and index_NK.is_contiguous() and weight_NK.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
         and gate_up.size(1) == 2 * down.size(2) and down.size(1) == gate_up.size(2) == hidden_ND.size(1)
@@ -90,7 +100,7 @@ def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMS normalisation of the last dimension, in x's dtype; the kernel takes contiguous bf16."""
     supported = (
-        x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous() and x.numel() > 0
+        ENABLED and x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous() and x.numel() > 0
         and not torch.is_grad_enabled()
     )  # fmt: skip
     return _choose("rms_norm", supported).rms_norm(x, weight, epsilon)  # type: ignore[no-any-return]
@@ -99,10 +109,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def supports_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None) -> bool:
     """Whether the CPU kernel takes this call: bf16, up to MAX_ROWS rows, one head dimension, a mask with dense rows."""
     return (
-        0 < q_HnD.size(1) <= MAX_ROWS and q_HnD.size(0) % k_GJD.size(0) == 0
-        and q_HnD.dtype is k_GJD.dtype is v_GJD.dtype is torch.bfloat16 and _plain(q_HnD) and _plain(k_GJD)
-        and _plain(v_GJD) and q_HnD.size(2) == k_GJD.size(2) == v_GJD.size(2) and _columns(q_HnD.size(2), q_HnD.dtype)
-        and (mask_nJ is None or mask_nJ.stride(1) == 1 and (mask_nJ.dtype is torch.bool or _plain(mask_nJ)))
+        ENABLED and 0 < q_HnD.size(1) <= MAX_ROWS and q_HnD.size(0) % k_GJD.size(0) == 0
+        and q_HnD.dtype is k_GJD.dtype is v_GJD.dtype is torch.bfloat16 and q_HnD.is_cpu and q_HnD.stride(2) == 1
+        and k_GJD.stride(2) == 1 and v_GJD.stride(2) == 1 and q_HnD.size(2) == k_GJD.size(2) == v_GJD.size(2) and _columns(q_HnD.size(2), q_HnD.dtype)
+        and (mask_nJ is None or (mask_nJ.stride(1) == 1 and (mask_nJ.dtype is torch.bool or _plain(mask_nJ))))
         and not torch.is_grad_enabled()
     )  # fmt: skip
 

@@ -25,15 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ecospec_runtime.checkpoint import fingerprint, read_config, weight_files
-from ecospec_runtime.errors import UserError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ecospec_runtime.checkpoint import fingerprint, read_config, weight_files
+from ecospec_runtime.errors import UserError
+
 _EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?$")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path, encoding=None):\n        self.path = path\n"
+_PROMPT = (
+    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path, encoding=None):\n        self.path = path\n"
+)
 
 
 def copies(width: int, units: int) -> int:
@@ -71,7 +74,7 @@ def _by_layer(folder: Path) -> Iterator[tuple[str, dict[str, Tensor]]]:
                 layer = _LAYER.search(name)
                 groups[f"{int(layer[1]):05d}" if layer else "rest"].append((name, path))
     for group in sorted(groups):
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for path in sorted({p for _, p in groups[group]}):
             with safe_open(path, framework="pt") as file:
                 tensors |= {name: file.get_tensor(name) for name, home in groups[group] if home == path}
@@ -207,7 +210,9 @@ def main() -> None:
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
     config = read_config(args.out, "output")
-    print(f"{config['moe_intermediate_size']} units per expert, {config['ecospec_widened_factor']:.2f} times -> {args.out}")
+    print(
+        f"{config['moe_intermediate_size']} units per expert, {config['ecospec_widened_factor']:.2f} times -> {args.out}"
+    )
 
 
 if __name__ == "__main__":

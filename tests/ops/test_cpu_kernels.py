@@ -41,7 +41,7 @@ def test_linear(n: int, columns: int, outputs: int, dtype: torch.dtype) -> None:
 
 
 def test_linear_takes_strided_rows_and_mixed_dtypes() -> None:
-    x, weight = random(1, 3, 64)[:, :32], random(2, 16, 64, dtype=BF16)[:, 32:]
+    x, weight = random(1, 3, 64)[:, :32], random(2, 16, 32, dtype=BF16)
     assert_near(op("few_row_linear", "cpu")(x, weight), op("few_row_linear", "reference")(x, weight))
 
 
@@ -49,7 +49,10 @@ def experts_case(n: int, experts: int, top_k: int, units: int, dtype: torch.dtyp
     """Inputs of `expert_mlp` with hidden size 32."""
     index = routing(n, n, experts, top_k, used)
     weight = random(3, n, top_k, dtype=dtype).abs()
-    up, down = random(4, experts, 2 * units, 32, dtype=dtype, scale=0.3), random(5, experts, 32, units, dtype=dtype, scale=0.3)
+    up, down = (
+        random(4, experts, 2 * units, 32, dtype=dtype, scale=0.3),
+        random(5, experts, 32, units, dtype=dtype, scale=0.3),
+    )
     return random(2, n, 32, dtype=dtype), index, weight, up, down
 
 
@@ -61,7 +64,9 @@ def test_experts(n: int, experts: int, top_k: int, units: int, dtype: torch.dtyp
     result = op("expert_mlp", "cpu")(*case)
     assert_near(result, op("expert_mlp", "reference")(*case))
     hidden, index, weight, *matrices = case
-    alone = [op("expert_mlp", "cpu")(hidden[i : i + 1], index[i : i + 1], weight[i : i + 1], *matrices) for i in range(n)]
+    alone = [
+        op("expert_mlp", "cpu")(hidden[i : i + 1], index[i : i + 1], weight[i : i + 1], *matrices) for i in range(n)
+    ]
     assert torch.equal(torch.cat(alone), result)
 
 
@@ -152,6 +157,7 @@ def test_exp_of_the_kernels() -> None:
     """Within two units in the last place of the true value over the whole range that softmax and SiLU reach."""
     import numba
     import numpy as np
+
     from ecospec_kernels.blocks import exp
 
     @numba.njit

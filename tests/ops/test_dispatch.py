@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ecospec_kernels import dispatch
 
 from .cases import BF16, FP32, random, routing

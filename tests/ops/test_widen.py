@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ecospec_runtime.checkpoint import fingerprint
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
-
 from pipelines.reference.widen import copies, widen, widen_tensor
 
 TOKENS = torch.tensor([5, 17, 3, 42, 8, 8, 77])
@@ -63,7 +63,9 @@ def test_zero_units_are_zero_and_bf16_division_is_exact() -> None:
     assert torch.equal(gate[:, 6:12], gate_up[:, :6]) and torch.equal(up[:, 18:24], gate_up[:, 6:])
 
 
-@pytest.mark.parametrize(("size", "word"), [({"factor": 3}, "power of two"), ({"width": 8}, "16 units"), ({}, "factor")])
+@pytest.mark.parametrize(
+    ("size", "word"), [({"factor": 3}, "power of two"), ({"width": 8}, "16 units"), ({}, "factor")]
+)
 def test_mistakes_are_one_line(tiny_target_dir: Path, tmp_path: Path, size: dict[str, int], word: str) -> None:
     with pytest.raises(UserError, match=word) as error:
         widen(tiny_target_dir, tmp_path / "wide", **size)

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from ecospec_kernels.blocks import (
-    LANES, compiled, exp, matmul, pack_row, plane_length, read_row, view, workspace, write_row,
+    LANES,
+    compiled,
+    exp,
+    matmul,
+    pack_row,
+    plane_length,
+    read_row,
+    view,
+    workspace,
+    write_row,
 )  # fmt: skip
 from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
 
@@ -16,7 +25,11 @@ from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
 @numba.njit(nogil=True)
 def _sort_pairs(index: int, pairs: int, experts: int, starts: int, order: int) -> bool:
     """Pairs (token, slot) by expert: those of e are order[starts[e]:starts[e + 1]], rising. False: an id out of range."""
-    ids, begin, sorted_pairs = view(index, pairs, np.int64), view(starts, experts + 2, np.int64), view(order, pairs, np.int64)
+    ids, begin, sorted_pairs = (
+        view(index, pairs, np.int64),
+        view(starts, experts + 2, np.int64),
+        view(order, pairs, np.int64),
+    )
     for e in range(experts + 2):
         begin[e] = 0
     for i in range(pairs):

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ecospec_kernels.blocks import (
-    BLOCK, LANES, compiled, matmul, pack_row, plane_length, read_row, view, workspace, write_row,
+    BLOCK,
+    LANES,
+    compiled,
+    matmul,
+    pack_row,
+    plane_length,
+    read_row,
+    view,
+    workspace,
+    write_row,
 )  # fmt: skip
 
 SPLIT_BYTES = 1 << 20  # weights smaller than this are not worth a second thread
@@ -50,23 +60,22 @@ def pool(threads: int) -> ThreadPoolExecutor:
 
 
 def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [n, K] @ weight [O, K].T (+ bias [O]) -> [n, O] in x's dtype; see `dispatch.supports_linear` for what it takes."""
-    n, columns = x.shape
-    outputs = weight.size(0)
-    out = torch.empty((n, outputs), dtype=x.dtype)
-    x_bf16, w_bf16 = x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16
-    arguments = (
-        x.data_ptr(), x.stride(0) * (2 if x_bf16 else 4), n, columns,
-        weight.data_ptr(), weight.stride(0) * (2 if w_bf16 else 4), outputs,
-    )  # fmt: skip
-    rest = (0 if bias is None else bias.data_ptr(), out.data_ptr(), x_bf16, w_bf16)
+    """Same contract as the reference; see `dispatch.supports_linear` for what it takes."""
+    shape, (outputs, columns) = x.shape, weight.shape
+    x = x if x.is_contiguous() else x.contiguous()
+    n = x.numel() // columns
+    out = torch.empty((*shape[:-1], outputs), dtype=x.dtype)
+    x_bf16, w_bf16 = x.dtype is torch.bfloat16, weight.dtype is torch.bfloat16
+    start = (x.data_ptr(), columns * (2 if x_bf16 else 4), n, columns, weight.data_ptr(), columns * (2 if w_bf16 else 4),
+             outputs)  # fmt: skip
+    end = (0 if bias is None else bias.data_ptr(), out.data_ptr(), x_bf16, w_bf16)
     size = _scratch_size(n, columns, outputs)
     threads = torch.get_num_threads()
-    if threads == 1 or weight.numel() * weight.element_size() < SPLIT_BYTES:
-        _linear(*arguments, 0, outputs, *rest, workspace(size))
+    if threads == 1 or outputs * columns * (2 if w_bf16 else 4) < SPLIT_BYTES:
+        _linear(*start, 0, outputs, *end, workspace(size))
         return out
     blocks = -(-outputs // BLOCK)
     edges = [blocks * i // threads * BLOCK for i in range(threads)] + [outputs]
-    spans = [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
-    list(pool(threads).map(lambda span: _linear(*arguments, *span, *rest, workspace(size)), spans))
+    spans = [(a, b) for a, b in pairwise(edges) if b > a]
+    list(pool(threads).map(lambda s: _linear(*start, s[0], s[1], *end, workspace(size)), spans))
     return out

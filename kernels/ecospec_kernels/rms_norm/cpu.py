@@ -20,7 +20,7 @@ def _sum_of_squares(bits: np.ndarray) -> np.float32:
 
 
 @compiled
-def _norm(x: int, rows: int, columns: int, weight: int, epsilon: np.float32, out: int) -> None:
+def _norm(x: int, rows: int, columns: int, weight: int, epsilon: float, out: int) -> None:
     scale = view(weight, columns, np.uint16)
     for t in range(rows):
         bits, result = view(x + t * columns * 2, columns, np.uint16), view(out + t * columns * 2, columns, np.uint16)

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from ecospec_kernels.blocks import (
-    BLOCK, LANES, compiled, exp, load_bf16, matmul_bf16, pack_row, plane_length, read_row, view, workspace, write_row,
+    BLOCK,
+    LANES,
+    compiled,
+    exp,
+    load_bf16,
+    matmul_bf16,
+    pack_row,
+    plane_length,
+    read_row,
+    view,
+    workspace,
+    write_row,
 )  # fmt: skip
 
 MASKED = np.float32(-1e30)  # additive masks at or below this hide a key

@@ -1,0 +1,218 @@
+"""The kernels inside loaded models: same results as transformers' own code, and rows that do not disturb each other."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from ecospec_kernels import dispatch
+from ecospec_runtime import compute
+from ecospec_runtime.cache import TargetCache
+
+COMMON = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "initializer_range": 0.2, "pad_token_id": 0, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def qwen(layers: int = 2) -> Any:
+    """Plain SwiGLU experts: the kernel takes them."""
+    config = Qwen3MoeConfig(
+        **{**COMMON, "num_hidden_layers": layers},
+        head_dim=16,
+        num_experts=8,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def olmoe() -> Any:
+    """SwiGLU, another router."""
+    return OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=8, intermediate_size=24))
+
+
+def gpt_oss() -> Any:
+    """Transposed, interleaved, biased, clamped experts; attention sinks and a sliding window."""
+    config = GptOssConfig(**COMMON, head_dim=16, num_local_experts=8, intermediate_size=24, sliding_window=8)
+    config._attn_implementation = "eager"
+    return GptOssForCausalLM(config)
+
+
+def deepseek() -> Any:
+    """Grouped, bias-corrected routing, shared experts, latent attention with two head dimensions."""
+    config = DeepseekV3Config(
+        **{**COMMON, "num_key_value_heads": 4}, n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=24,
+        intermediate_size=64, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
+def made(build: Any, dtype: torch.dtype) -> Any:
+    """A random model in evaluation mode with spread-out routing, transformers' own experts."""
+    torch.manual_seed(0)
+    model = build().to(dtype).eval()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if "bias" in name or "Router" in type(module).__name__:
+                parameter.data.normal_(0, 0.5)
+    model.set_experts_implementation("eager")
+    return model
+
+
+@torch.inference_mode()
+def logits(model: Any, ids: Tensor) -> Tensor:
+    """Float logits of a chain [n, V]."""
+    return model(input_ids=ids[None]).logits[0].float()
+
+
+IDS = torch.tensor([5, 17, 3, 42, 8, 8, 77, 1, 30, 31])
+
+
+@pytest.mark.parametrize("build", [qwen, olmoe, gpt_oss, deepseek])
+def test_float32_models_keep_their_output(build: Any) -> None:
+    """Only the order of sums over experts differs: float32 rounding."""
+    model = made(build, torch.float32)
+    expected = logits(model, IDS)
+    compute.install(model)
+    assert model.config._experts_implementation == "ecospec"
+    assert not any(type(m).__module__ == compute.__name__ for m in model.modules()), "float32 keeps torch's operations"
+    dispatch.CALLS.clear()
+    torch.testing.assert_close(logits(model, IDS), expected, rtol=1e-4, atol=1e-4)
+    if build is not gpt_oss and dispatch.ENABLED:
+        assert dispatch.CALLS["expert_mlp", "cpu"] > 0
+
+
+@pytest.mark.parametrize("build", [qwen, olmoe, gpt_oss, deepseek])
+def test_bfloat16_models_keep_their_output(build: Any) -> None:
+    """Roundings to bf16 happen at other places, so logits differ by some bf16 steps of their scale."""
+    model = made(build, torch.bfloat16)
+    expected = logits(model, IDS)
+    exact = logits(made(build, torch.bfloat16).float(), IDS)
+    compute.install(model)
+    result = logits(model, IDS)
+    scale = float(exact.abs().max())
+    own_error, error = (float((x - exact).abs().median()) / scale for x in (expected, result))
+    assert error < max(2 * own_error, 2**-8), (error, own_error)
+
+
+@pytest.fixture
+def decoder() -> Any:
+    """A bf16 model with kernels."""
+    pytest.importorskip("numba")
+    model = made(lambda: qwen(4), torch.bfloat16)
+    compute.install(model)
+    return model
+
+
+def test_everything_small_is_a_kernel(decoder: nn.Module) -> None:
+    dispatch.CALLS.clear()
+    logits(decoder, IDS[:1])
+    assert dispatch.CALLS == {
+        ("rms_norm", "cpu"): 4 * 4 + 1, ("few_row_linear", "cpu"): 4 * 5 + 1, ("expert_mlp", "cpu"): 4,
+        ("tree_attention", "cpu"): 4,
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def test_a_verified_token_is_the_decoded_token(decoder: Any) -> None:
+    """A tree pass gives each node bit for bit the logits that plain decoding gives along the node's path."""
+    parents, tokens = [-1, 0, 0, 1, 2, 2, 3], [9, 4, 50, 11, 4, 60, 2]
+    past, n = len(IDS), len(parents)
+    cache_name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+
+    def path(i: int) -> list[int]:
+        return [*(path(parents[i]) if parents[i] >= 0 else []), i]
+
+    def run(cache: TargetCache, token_ids: list[int], positions: list[int], mask: Tensor | None) -> Tensor:
+        additive = (
+            None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf).bfloat16()[None, None]
+        )
+        out = decoder(
+            input_ids=torch.tensor([token_ids]), position_ids=torch.tensor([positions]), attention_mask=additive,
+            use_cache=True, **{cache_name: cache.inner},
+        )  # fmt: skip
+        return out.logits[0]
+
+    def prefilled() -> TargetCache:
+        cache = TargetCache()
+        decoder(input_ids=IDS[None], use_cache=True, **{cache_name: cache.inner})
+        return cache
+
+    mask = torch.zeros(n, past + n, dtype=torch.bool)
+    mask[:, :past] = True
+    for i in range(n):
+        mask[i, [past + j for j in path(i)]] = True
+    tree = run(prefilled(), tokens, [past + len(path(i)) - 1 for i in range(n)], mask)
+    for leaf in (4, 5, 6):
+        cache = prefilled()
+        for step, i in enumerate(path(leaf)):
+            alone = run(cache, [tokens[i]], [past + step], None)
+            assert torch.equal(alone[0], tree[i])
+
+
+def test_install_twice_and_copies(decoder: Any) -> None:
+    expected = logits(decoder, IDS)
+    compute.install(decoder)
+    assert torch.equal(logits(decoder, IDS), expected)
+    twin = copy.deepcopy(decoder)
+    twin.lm_head.weight.data.zero_()
+    assert not logits(twin, IDS).any() and torch.equal(logits(decoder, IDS), expected)
+
+
+def test_a_norm_of_another_kind_stays() -> None:
+    """A class that only looks like an RMS norm (weight + 1, as in Gemma) is found out and left alone."""
+
+    class OddRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, dtype=torch.bfloat16))
+            self.variance_epsilon = 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = x.float()
+            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.weight.float())).to(
+                x.dtype
+            )
+
+    model = made(qwen, torch.bfloat16)
+    model.model.norm = OddRMSNorm()
+    compute.install(model)
+    assert type(model.model.norm) is OddRMSNorm
+    assert type(model.model.layers[0].input_layernorm).__module__ == compute.__name__
+
+
+def test_expert_parallel_sentinels_and_old_releases() -> None:
+    """Ids of `num_experts` add nothing; attributes that older transformers lack have defaults."""
+    model = made(gpt_oss, torch.float32)
+    module = model.model.layers[0].mlp.experts
+    hidden, weight = torch.randn(3, 32), torch.rand(3, 2)
+    index = torch.tensor([[0, 8], [8, 8], [3, 8]])
+    with torch.no_grad():
+        result = compute.experts_forward(module, hidden, index, weight)
+        one = compute.experts_forward(
+            module, hidden, torch.tensor([[0, 0], [1, 1], [3, 3]]), weight * torch.tensor([1, 0])
+        )
+        assert not result[1].any()
+        torch.testing.assert_close(result[[0, 2]], one[[0, 2]])
+        plain = made(qwen, torch.float32).model.layers[0].mlp.experts
+        expected = compute.experts_forward(plain, hidden, index.clamp(max=7), weight)
+        for name in ("has_post_expert_norm", "is_concatenated", "is_transposed", "has_bias", "has_gate"):
+            delattr(plain, name)
+        torch.testing.assert_close(compute.experts_forward(plain, hidden, index.clamp(max=7), weight), expected)
