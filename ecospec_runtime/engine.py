@@ -60,6 +60,15 @@ class Sequence:
     statistics: Statistics = field(default_factory=Statistics)
 
 
+@dataclass
+class Prefilled:
+    """A prompt that the target has read, for several decodes after it, one at a time (see `Engine.generate`)."""
+
+    prompt: list[int]
+    cache: TargetCache
+    features: list[Tensor]  # what a drafter needs of it, chunk by chunk
+
+
 class Stream(Iterator[Token]):
     """Iterator over emitted tokens. `statistics` and `reason` (length, eos or stop) are final when it is exhausted."""
 
@@ -178,20 +187,42 @@ class Engine:
             record_routing=self.record_routing, reason=reason,
         )  # fmt: skip
 
-    def generate(self, prompt: str | list[int], config: GenerationConfig | None = None) -> Stream:
-        """Decode after `prompt` (text, or token ids). Returns at once; passes run as the stream is consumed."""
+    def generate(
+        self, prompt: str | list[int] | Prefilled, config: GenerationConfig | None = None
+    ) -> Stream:  # fmt: skip
+        """Decode after `prompt` (text, or token ids). Returns at once; passes run as the stream is consumed.
+
+        A `Prefilled` prompt is read already; starting another decode on it ends the one before.
+        """
         config = config or GenerationConfig()
-        ids = self._encode(prompt)
+        read = prompt if isinstance(prompt, Prefilled) else None
+        ids = read.prompt if read is not None else self._encode(prompt)  # type: ignore[arg-type]
         eos = config.eos_token_id
         ends = self.target.eos_token_ids() if eos is None else (eos,) if isinstance(eos, int) else eos
         sampler = Sampler(config)
         sequence = Sequence(
-            prompt=ids, sampler=sampler, root=ids[-1], cache=self.target.new_cache(),
+            prompt=ids, sampler=sampler, root=ids[-1], cache=self.target.new_cache() if read is None else read.cache,
             text=TextStream(self.target.tokenizer, ids, config.max_new_tokens, ends, config.stop_strings),
             draft_state=self.drafter.start() if self.drafter is not None and self.policy.drafts else None,
             seen=set(ids) if sampler.penalises else set(), statistics=Statistics(prompt_tokens=len(ids)),
         )  # fmt: skip
+        if read is not None:
+            sequence.past = len(ids) - 1
+            self.target.commit(read.cache, sequence.past, [])
+            if sequence.draft_state is not None and sequence.past:
+                sequence.behind_tokens, sequence.behind_features = ids[1:], list(read.features)
+                self._catch_up(sequence)
         return Stream(self, sequence)
+
+    def prefilled(self, prompt: str | list[int]) -> Prefilled:
+        """Read a prompt once, for decodes under this engine's policy and any other that shares its models."""
+        read = Prefilled(self._encode(prompt), self.target.new_cache(), [])
+        aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
+        done = 0
+        for end, aux in self._read(read.prompt, read.cache, aux_layers):
+            read.features.append(torch.zeros(end - done, 0) if aux is None else aux)
+            done = end
+        return read
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         tokenizer = self.target.tokenizer
@@ -210,18 +241,25 @@ class Engine:
     def prefill(self, sequence: Sequence) -> None:
         """Cache the prompt up to its last token, which is the first root; the drafter follows along."""
         started = perf_counter()
-        prompt, device = sequence.prompt, self.target.device
+        for end, aux in self._read(sequence.prompt, sequence.cache, self._aux):
+            if sequence.draft_state is not None:
+                self._remember(sequence, sequence.prompt[sequence.past + 1 : end + 1], aux)
+                self._catch_up(sequence)
+            sequence.past = end
+        sequence.statistics.prefill_seconds += perf_counter() - started
+
+    def _read(
+        self, prompt: list[int], cache: TargetCache, aux_layers: tuple[int, ...]
+    ) -> Iterator[tuple[int, Tensor | None]]:
+        """Run all but the last token of a prompt in chunks; yields the tokens cached so far and the chunk's features."""
+        device = self.target.device
         for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
             end = min(start + PREFILL_CHUNK, len(prompt) - 1)
             output = self.target.forward(
                 torch.tensor(prompt[start:end], device=device), torch.arange(start, end, device=device), None,
-                sequence.cache, aux_layers=self._aux, logits=False,
+                cache, aux_layers=aux_layers, logits=False,
             )  # fmt: skip
-            sequence.past = end
-            if sequence.draft_state is not None:
-                self._remember(sequence, prompt[start + 1 : end + 1], output.aux)
-                self._catch_up(sequence)
-        sequence.statistics.prefill_seconds += perf_counter() - started
+            yield end, output.aux
 
     def step(self, sequence: Sequence) -> list[Token]:
         """One pass: advance the sequence by at least one token. Returns the tokens that became certain."""

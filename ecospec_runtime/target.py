@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.checkpoint import fingerprint, load_model, resolve_folder
+from ecospec_runtime.compute import install
 from ecospec_runtime.errors import UserError
 
 
@@ -70,12 +71,7 @@ class Target:
         source = str(id_or_folder)
         folder = resolve_folder(source, "target")
         model = load_model(folder, source, dtype).to(device)
-        try:
-            from ecospec_runtime.compute import install
-
-            install(model)
-        except ImportError:
-            pass
+        install(model)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:

@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.pool import Pool
 
+torch.set_num_threads(1)  # the models are tiny: a second thread only waits, and waits badly when cores are shared
+
 END = "<|endoftext|>"
 TINY = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -119,7 +121,7 @@ class StubDrafter:
 
     kind = "stub"
     width = 4
-    aux_layers = (2, 3, 4)
+    aux_layers = (0, 2, 3)
     fingerprint = "stub"
 
     def __init__(self, propose: Callable[[list[int], list[int]], list[int]], confidence: float = 0.6):
@@ -190,3 +192,25 @@ def random_drafter(seed: int = 0, vocabulary: int = 96) -> StubDrafter:
     """Proposes distinct random tokens."""
     rng = random.Random(seed)
     return StubDrafter(lambda context, path: rng.sample(range(vocabulary), min(6, vocabulary)))
+
+
+@pytest.fixture(scope="session")
+def stub_drafter() -> type[StubDrafter]:
+    """The class of drafters that propose by a function."""
+    return StubDrafter
+
+
+@pytest.fixture(scope="session")
+def drafters() -> Callable[[str, list[list[int]]], StubDrafter]:
+    """Factory of drafters by kind: `oracle` (always right about the given texts), `adversary` (never), `random`."""
+
+    def make(kind: str, texts: list[list[int]]) -> StubDrafter:
+        return random_drafter() if kind == "random" else oracle_drafter(texts, right=kind == "oracle")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def save_target() -> Callable[..., Path]:
+    """`save_tiny_target`: save a random target with changes to its config."""
+    return save_tiny_target

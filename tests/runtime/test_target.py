@@ -70,7 +70,8 @@ def test_tree_pass_and_commit_equal_plain_decoding(family_dir: Path) -> None:
         paths.append([*paths[parent], row])
     depths = torch.tensor([len(path) - 1 for path in paths])
     output = target.forward(torch.tensor(tokens), depths + 11, tree_mask(parents, 11), cache, routing=True)
-    assert output.logits is not None and output.routing is not None
+    assert output.logits is not None
+    assert output.routing is not None
     assert output.routing.shape == (8, target.moe_layers, 2)
     for row, path in enumerate(paths):
         expected = chain_logits(target, prompt + [tokens[i] for i in path])
@@ -93,7 +94,8 @@ def test_captured_layers_and_routing_are_the_models_own(target: Target) -> None:
     output = target.forward(ids, torch.arange(12), None, target.new_cache(), aux_layers=(0, 3, 7), routing=True)
     with torch.inference_mode():
         own = target.model(input_ids=ids[None], output_hidden_states=True, output_router_logits=True)
-    assert output.aux is not None and output.routing is not None
+    assert output.aux is not None
+    assert output.routing is not None
     torch.testing.assert_close(output.aux[:, :32], own.hidden_states[0][0])
     torch.testing.assert_close(output.aux[:, 32:64], own.hidden_states[3][0])
     torch.testing.assert_close(output.hidden, own.hidden_states[7][0])
@@ -108,7 +110,8 @@ def test_hooks_leave_when_no_longer_asked_for(tiny_target_dir: Path) -> None:
     one = torch.tensor([3])
     target.forward(one, torch.tensor([0]), None, target.new_cache(), aux_layers=(1,), routing=True)
     plain = target.forward(one, torch.tensor([0]), None, target.new_cache())
-    assert plain.aux is None and plain.routing is None
+    assert plain.aux is None
+    assert plain.routing is None
     hooks = [m._forward_pre_hooks for m in target.model.modules()] + [m._forward_hooks for m in target._layers]
     assert not any(hooks)
     assert len(target.model.model._forward_hooks) == 1  # the one that keeps the final hidden states
@@ -128,7 +131,8 @@ def test_cache_grows_past_its_first_buffer(target: Target) -> None:
     cache = target.new_cache()
     for start in range(0, 700, 175):
         part = target.forward(ids[start : start + 175], torch.arange(start, start + 175), None, cache, last_only=True)
-    assert part.logits is not None and part.logits.shape == (1, 96)
+    assert part.logits is not None
+    assert part.logits.shape == (1, 96)
     torch.testing.assert_close(part.logits[0], chain_logits(target, ids.tolist()), atol=2e-4, rtol=1e-4)
 
 

@@ -1,0 +1,105 @@
+"""CASES 3: speculative sampling keeps the target's distribution, whoever drafts and whatever is predicted.
+
+Vocabulary of 8. One long text is drawn; with p_t the target's exact processed distribution at step t (one plain pass over
+the finished text, transformers' own processors), the excess counts sum_t (onehot(x_t) - p_t) are asymptotically normal
+with covariance sum_t (diag(p_t) - p_t p_t^T), which gives a chi-square statistic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from ecospec_runtime.config import GenerationConfig, PoolConfig
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.engine import Engine
+from ecospec_runtime.policies import build_policy, parse_policy
+from ecospec_runtime.pool import Pool
+from ecospec_runtime.scoring import Scorer
+from ecospec_runtime.target import Target
+
+VOCABULARY, TOKENS = 8, 700
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 1.0},
+    "cool": {"temperature": 0.7},
+    "nucleus": {"temperature": 1.0, "top_p": 0.9},
+    "top-k": {"temperature": 1.0, "top_k": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def target(save_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = save_target(
+        tmp_path_factory.mktemp("eight"), seed=2, vocab_size=VOCABULARY, num_hidden_layers=3, initializer_range=0.15
+    )
+    return Target.from_pretrained(folder)
+
+
+def exact_distributions(target: Target, prompt: list[int], text: list[int], settings: dict[str, Any]) -> np.ndarray:
+    """Transformers' processed distribution of every generated token, float64 `[TOKENS, VOCABULARY]`."""
+    chain = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
+    if "top_k" in settings:
+        chain.append(TopKLogitsWarper(settings["top_k"]))
+    if "top_p" in settings:
+        chain.append(TopPLogitsWarper(settings["top_p"]))
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].double()
+    return chain(torch.zeros(len(text), 1, dtype=torch.long), logits).softmax(-1).numpy()
+
+
+def chi_square(text: list[int], distributions: np.ndarray) -> float:
+    """p-value of the text under the given distributions."""
+    excess = (np.eye(VOCABULARY)[text] - distributions).sum(0)
+    covariance = np.diag(distributions.sum(0)) - distributions.T @ distributions
+    statistic = excess @ np.linalg.pinv(covariance, hermitian=True) @ excess
+    return float(stats.chi2.sf(statistic, VOCABULARY - 1))
+
+
+def lying_predictor() -> Any:
+    """Sure of itself and wrong about everything; now and then it returns NaN."""
+    rng = np.random.default_rng(0)
+
+    def predict(pool: Pool, embed: Any) -> Any:
+        logits = np.where(pool.ranks == pool.ranks.max(), 20.0, -20.0)  # praises the worst candidates
+        logits[rng.random(len(pool)) < 0.1] = np.nan
+        routing = rng.standard_normal((len(pool) + 1, 3, 12)) * 100
+        return SimpleNamespace(
+            routing_logits=routing.astype(np.float32),
+            acceptance_logits=np.concatenate([[0.0], logits]).astype(np.float32),
+        )
+
+    shapes = SimpleNamespace(layers=3, experts=12, top_k=2)
+    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head"))
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_text_follows_the_targets_distribution(target: Target, stub_drafter: Any, name: str) -> None:
+    """An adversarial drafter insists on the same three tokens; the predictor praises the worst of them."""
+    settings, prompt = SETTINGS[name], [1, 5, 3, 2]
+    drafter = stub_drafter(lambda context, path: [7, 0, 4], confidence=0.99)
+    profile = DeviceProfile(
+        device="test", slug="test", dtype="float32", threads=1, versions={}, fixed_ms=1.0, per_token_ms=0.01,
+        per_expert_ms=0.001, heldout_error=0.0, plain_ms=1.2, expert_share=0.1,
+    )  # fmt: skip
+    scorer = Scorer(lying_predictor(), "head", target.moe_layers, target.experts)
+    policy = build_policy(parse_policy("ratio:budget=6" if name in ("plain", "top-k") else "throughput"))
+    engine = Engine(target, drafter, scorer, policy, profile, PoolConfig(depth=3, beam=2, width=3))
+    config = GenerationConfig(max_new_tokens=TOKENS, eos_token_id=(), seed=11, **settings)
+    stream = engine.generate(prompt, config)
+    text = [token.id for token in stream]
+    assert stream.statistics.accepted > 20, "the drafts must matter for the test to mean anything"
+
+    distributions = exact_distributions(target, prompt, text, settings)
+    assert np.all(distributions[np.arange(TOKENS), text] > 0)
+    assert chi_square(text, distributions) > 1e-3
+    # The test must be able to fail: another temperature is told apart.
+    other = exact_distributions(target, prompt, text, {"temperature": 2.5})
+    assert chi_square(text, other) < 1e-3
