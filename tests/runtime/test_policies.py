@@ -214,16 +214,17 @@ def test_throughput_is_close_to_the_minimum_cut_on_full_pools() -> None:
 
 def test_the_search_keeps_its_books() -> None:
     rng = np.random.default_rng(10)
-    for _ in range(200):
-        candidates, profile, price = random_candidates(rng, 20), make_profile(0.03), float(rng.uniform(0.3, 2.0))
-        values = [float(v) - price * profile.per_token_ms for v in candidates.reach]
-        parents = candidates.pool.parents.tolist()
-        search = _Search(parents, values, candidates.masks, candidates.root_mask, price * profile.per_expert_ms, None)
+    # Node 2 brings node 0 in; node 3, then reached through node 1, must not count node 0 a second time.
+    shared = make_candidates([-1, 0, 0, 1], [0.3, 0.97, 0.94, 0.96], [0b1111, 0b11110000, 0b1111, 0], 0, 1, 8)
+    for candidates in (shared, *(random_candidates(rng, 20) for _ in range(100))):
+        cost = 0.1 if candidates is shared else float(rng.uniform(0.01, 0.05))
+        parents, values = candidates.pool.parents.tolist(), candidates.reach.tolist()
+        search = _Search(parents, values, candidates.masks, candidates.root_mask, cost, None)
         search.run(None)
         flags = [False] * len(candidates)
         covered, value, _ = search._sweep(flags, candidates.root_mask, 0.0)
         chosen = [i for i, flag in enumerate(flags) if flag]
-        assert value == pytest.approx(worth(candidates, chosen, price, profile), abs=1e-5)
+        assert value == pytest.approx(worth(candidates, chosen, 1.0, make_profile(cost, 0.0)), abs=1e-5)
         assert covered == functools.reduce(or_, (candidates.masks[i] for i in chosen), candidates.root_mask)
 
 
