@@ -51,6 +51,7 @@ from ecospec_train.traces import (
 
 SHARD_ROWS = 256
 SHARD_OVERHEAD = 32 * 1024  # Parquet's own metadata, and the manifest's entry
+Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _NOT_COMPARED = {"complete", "shards", "embedding_sha256", "seconds", "versions", "command"}
 
@@ -77,8 +78,8 @@ class HarvestConfig(Config):
     stride: int = Field(1, ge=1)  # replay is exact at 1
     temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
     seed: int = Field(0, ge=0, lt=2**62)  # prompt i draws with seed + i
-    drafter_temperatures: tuple[float, ...] = TEMPERATURES
-    target_temperatures: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = (1.0, 0.7)
+    drafter_temperatures: tuple[Temperature, ...] = TEMPERATURES
+    target_temperatures: tuple[Temperature, ...] = (1.0, 0.7)
     max_disk: Annotated[int, BeforeValidator(parse_size)] = 20 * 10**9
     resume: bool = False
     dtype: str = Field("float32", pattern="^(float32|bfloat16|auto)$")

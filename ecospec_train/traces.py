@@ -90,7 +90,7 @@ class TraceManifest(_Record):
     prompts_sha256: str
     shards: list[ShardRecord] = []
     embedding_sha256: str = ""
-    seconds: dict[str, float] = {}  # by phase, all ranks together
+    seconds: dict[str, float] = {}  # by phase, of the first rank, in the run that finished
     versions: dict[str, str]
     command: list[str]
 
