@@ -17,7 +17,7 @@ from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.statistics import first_divergence, loop_share
 
 if TYPE_CHECKING:
-    from ecospec_runtime.engine import Engine
+    from ecospec_runtime.engine import Engine, Prefilled
     from ecospec_runtime.policies import PolicySpec
 
 METHOD = (
@@ -72,25 +72,31 @@ Samples = dict[tuple[str, float], list[list[Sample]]]  # (label, temperature) ->
 
 
 def measure(contestants: Sequence[Contestant], plan: Plan, tick: Callable[[], None] = lambda: None) -> Samples:
-    """Run every contestant on every prompt, temperature and repeat; `tick` is called after each generation."""
+    """Run every contestant on every prompt, temperature and repeat; `tick` is called after each generation.
+
+    A prompt is read once for all contestants, which must share their models.
+    """
+    reader = next((c.engine for c in contestants if c.engine.policy.drafts), contestants[0].engine)
+    first = reader.prefilled(plan.prompts[0])
     for contestant in contestants:
         for temperature in plan.temperatures:
-            run_once(contestant.engine, plan.prompts[0], plan.config(0, temperature, WARM_UP_TOKENS))
+            run_once(contestant.engine, first, plan.config(0, temperature, WARM_UP_TOKENS))
     samples: Samples = {(c.label, t): [[] for _ in plan.prompts] for c in contestants for t in plan.temperatures}
     turn = 0
     for repeat in range(plan.repeats):
         for i, prompt in enumerate(plan.prompts):
+            read = reader.prefilled(prompt)
             for temperature in plan.temperatures:
                 shift = (turn + repeat) % len(contestants)
                 for contestant in [*contestants[shift:], *contestants[:shift]]:
-                    sample = run_once(contestant.engine, prompt, plan.config(i, temperature))
+                    sample = run_once(contestant.engine, read, plan.config(i, temperature))
                     samples[contestant.label, temperature][i].append(sample)
                     tick()
                 turn += 1
     return samples
 
 
-def run_once(engine: Engine, prompt: list[int], config: GenerationConfig) -> Sample:
+def run_once(engine: Engine, prompt: Prefilled, config: GenerationConfig) -> Sample:
     """Generate once and keep what the report needs."""
     stream = engine.generate(prompt, config)
     tokens = [token.id for token in stream]

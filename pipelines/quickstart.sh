@@ -3,7 +3,7 @@
 # that figures do not depend on how many cores are idle. Leaves everything under runs/quickstart.
 set -euo pipefail
 VENV=${VENV:-.venv} MODEL=${MODEL:-pipelines/reference/model} RUN=${RUN:-runs/quickstart}
-THREADS=${THREADS:-1}
+THREADS=${THREADS:-1} PROMPTS=${PROMPTS:-32} TOKENS=${TOKENS:-48} SET=${SET:-}  # SET: further key=value of the pipeline
 export OMP_NUM_THREADS=$THREADS TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PATH="$PWD/$VENV/bin:$PATH"
 PYTHON="$VENV/bin/python"
 BUDGETS="2 3 4 6 8 12 24"
@@ -18,11 +18,11 @@ step "widen the reference target until experts are half of a plain step"
 
 step "prompts of held-out packages: one set to learn from, another to be measured on"
 "$PYTHON" -m pipelines.reference.corpus --prompts harvest --count 400 --out "$RUN/harvest.jsonl"
-"$PYTHON" -m pipelines.reference.corpus --prompts bench --count 32 --out "$RUN/bench.jsonl"
+"$PYTHON" -m pipelines.reference.corpus --prompts bench --count "$PROMPTS" --out "$RUN/bench.jsonl"
 
 step "harvest, fit, profile, tune, export"
 ecospec-train run pipelines/quickstart.yaml "target=$MODEL/target" "drafter=$MODEL/drafter" \
-  "prompts=$RUN/harvest.jsonl" "out=$RUN" "profile.target=$RUN/target" --threads "$THREADS"
+  "prompts=$RUN/harvest.jsonl" "out=$RUN" "profile.target=$RUN/target" $SET --threads "$THREADS"
 
 step "bench: every policy on every prompt, interleaved"
 policies=off
@@ -30,7 +30,7 @@ for acceptance in raw temperature; do
   for budget in $BUDGETS; do policies+=",confidence:budget=$budget,acceptance=$acceptance"; done
 done
 ecospec-runtime bench --bundle "$RUN/bundle" --target "$RUN/target" --prompts "$RUN/bench.jsonl" \
-  --policies "$policies,ratio,auto" --max-new-tokens 48 --temperature 0 --temperature 0.7 \
+  --policies "$policies,ratio,auto" --max-new-tokens "$TOKENS" --temperature 0 --temperature 0.7 \
   --threads "$THREADS" --json "$RUN/bench.json" --plots "$RUN/plots" | tee "$RUN/bench.txt"
 
 step "generate"

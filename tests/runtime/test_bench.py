@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from ecospec_runtime.bench import PER_PASS, Contestant, Plan, Sample, measure, summarize
 from ecospec_runtime.cli import app
-from ecospec_runtime.policies import parse_policy
+from ecospec_runtime.config import GenerationConfig
+from ecospec_runtime.engine import Engine
+from ecospec_runtime.policies import build_policy, parse_policy
 
 KEYS = {
     "policy", "parameters", "acceptance", "tokens", "seconds", "tokens_per_second", "speedup_vs_off",
@@ -26,10 +28,15 @@ class FakeEngine:
 
     def __init__(self, label: str, log: list[tuple[str, int]]):
         self.label, self.log = label, log
+        self.policy = build_policy(parse_policy(label))
 
-    def generate(self, prompt: list[int], config: Any) -> Any:
+    def prefilled(self, prompt: list[int]) -> Any:
+        """A prompt that is read."""
+        return SimpleNamespace(prompt=prompt)
+
+    def generate(self, prompt: Any, config: Any) -> Any:
         """A stream with statistics."""
-        self.log.append((self.label, prompt[0]))
+        self.log.append((self.label, prompt.prompt[0]))
         tokens = [SimpleNamespace(id=i) for i in range(config.max_new_tokens)]
         statistics = SimpleNamespace(tokens=len(tokens), seconds=1.0, passes=4, **dict.fromkeys(PER_PASS, 1.0))
 
@@ -92,6 +99,24 @@ def test_figures_of_known_samples() -> None:
     assert ratio["diverging_prompts"] == 1
     assert ratio["first_divergence"] == 3
     assert ratio["nodes"] == pytest.approx(7.0)  # weighted by passes
+
+
+@pytest.mark.parametrize("prompt", ["def f(x):\n    return x", "a"])
+def test_decoding_after_a_prompt_that_was_read_before(prompt: str, tiny_bundle: Path) -> None:
+    auto = Engine.from_bundle(tiny_bundle)
+    off = auto.with_policy("off")
+    settings = GenerationConfig(max_new_tokens=20, temperature=0.8, seed=3)
+    expected = [token.id for token in off.generate(prompt, settings)]
+    read = auto.prefilled(prompt)
+    for engine in (auto, off, auto.with_policy("confidence:budget=6"), auto, off):
+        stream = engine.generate(read, settings)
+        assert [token.id for token in stream] == expected
+    fresh = auto.generate(prompt, settings)
+    list(fresh)
+    again = auto.generate(read, settings)
+    list(again)
+    assert again.statistics.accepted == fresh.statistics.accepted
+    assert again.statistics.verified == fresh.statistics.verified
 
 
 def test_report_of_a_tiny_model(tiny_bundle: Path, tmp_path: Path) -> None:
