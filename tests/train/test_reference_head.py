@@ -71,8 +71,7 @@ def test_unrolled_steps_are_what_drafting_computes(folder: Path, target: Target)
             torch.testing.assert_close(state, torch.from_numpy(pool.states[1 + k]), rtol=1e-4, atol=1e-4)
 
 
-def test_training_predicts_the_token_after_next(folder: Path, target: Target) -> None:
-    """A head whose logits are the target's own has the target's entropy as its loss: rows and labels are aligned."""
+def test_teacher_gives_the_layers_and_probabilities_that_drafting_meets(folder: Path, target: Target) -> None:
     assert isinstance(target.model, Qwen3MoeForCausalLM)
     head, ids = reference.load_head(folder, target.model)
     module = reference.HeadModule(target.model, head, ids, minutes=1, lr=1e-3, steps=2, share=1.0)
