@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -30,23 +31,21 @@ def plain_swiglu(module: Any) -> bool:
              "has_post_expert_norm": False}  # fmt: skip
     return (
         all(getattr(module, name, default) == default for name, default in flags.items())
-        and getattr(type(module), "_apply_gate", None) is getattr(moe, "_default_apply_gate", None)
-        and isinstance(module.act_fn, nn.SiLU | _silu_classes())
+        and getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
+        and isinstance(module.act_fn, nn.SiLU | type(ACT2FN["silu"]))
     )
-
-
-def _silu_classes() -> type:
-    from transformers.activations import ACT2FN
-
-    return type(ACT2FN["silu"])
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Experts function for transformers' registry: [n, D], [n, K], [n, K] -> [n, D]."""
-    if plain_swiglu(self):
-        up, down = self.gate_up_proj, self.down_proj
-        if dispatch.supports_experts(hidden_states, top_k_index, top_k_weights, up, down):
-            return dispatch.expert_mlp(hidden_states, top_k_index, top_k_weights, up, down)
+    plain = self.__dict__.get("_ecospec_plain")
+    if plain is None:
+        plain = self._ecospec_plain = plain_swiglu(self)
+    if plain:
+        parameters = self._parameters
+        matrices = parameters["gate_up_proj"], parameters["down_proj"]
+        if dispatch.supports_experts(hidden_states, top_k_index, top_k_weights, *matrices):
+            return dispatch.cpu_experts(hidden_states, top_k_index, top_k_weights, *matrices)
     return module_experts(self, hidden_states, top_k_index, top_k_weights)
 
 

@@ -97,6 +97,12 @@ def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: 
     return module.expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down)  # type: ignore[no-any-return]
 
 
+def cpu_experts(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """`expert_mlp` for a caller with its own fallback, who has asked `supports_experts`."""
+    CALLS["expert_mlp", "cpu"] += 1
+    return _module("expert_mlp", "cpu").expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down)  # type: ignore[no-any-return]
+
+
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMS normalisation of the last dimension, in x's dtype; the kernel takes contiguous bf16."""
     supported = (
