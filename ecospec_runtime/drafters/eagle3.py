@@ -172,8 +172,7 @@ class Eagle3Drafter:
         self._kernels = dispatch.ENABLED and dispatch.supports_draft(matrices, layer.head_dim, layer.input_norm)
         if not self._kernels and dtype != self._dtype:
             self._weights = self._weights.stored(self._dtype, self._dtype, device)
-        self._target_ids, self._draft_to_target = target_ids_V.cpu().numpy(), target_ids_V.to(device)
-        self._embedding, self._device = embedding.detach(), device
+        self._target_ids, self._embedding, self._device = target_ids_V.cpu().numpy(), embedding.detach(), device
         self._rope = self._tables(self.config.max_positions)
 
     def check(self, target: Any) -> None:
@@ -235,7 +234,7 @@ class Eagle3Drafter:
             )
 
         def step(level: int, ids_b: Ints, h_bH: Tensor, seen: NDArray[np.bool_]) -> Tensor:
-            tokens = self._draft_to_target[torch.from_numpy(ids_b).to(self._device)]
+            tokens = torch.from_numpy(self._target_ids[ids_b]).to(self._device)
             recent = tuple(x[:, : seen.shape[1]] for x in tree)
             mask = torch.from_numpy(seen).to(self._device)
             return self._layer(sequence, tokens, h_bH, root + 1, root + level, recent, mask, same_position=True)
