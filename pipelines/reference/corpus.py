@@ -28,7 +28,18 @@ HELD_OUT = {
     "bench": ("optuna", "jinja2", "click", "typer", "docker", "fsspec", "joblib", "git", "urllib3", "httpx2"),
 }
 # Packages that repeat another one or hold mostly generated tables and clients.
-SKIPPED = ("pip", "databricks", "pytorch_lightning", "wcwidth", "mypyc", "google", "opentelemetry", "pyasn1_modules")
+SKIPPED = (
+    "numba",
+    "llvmlite",
+    "pip",
+    "databricks",
+    "pytorch_lightning",
+    "wcwidth",
+    "mypyc",
+    "google",
+    "opentelemetry",
+    "pyasn1_modules",
+)
 BYTES_PER_PACKAGE = 9_000_000
 _COPYRIGHT = re.compile(r"\A(?:\s*#[^\n]*\n)+")
 
