@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 METHOD = (
     "decode tokens / decode seconds, prefill excluded; per prompt the median of the repeats; policies interleaved prompt by "
     "prompt in one process in rotating order after a warm-up; tokens_per_second is the ratio of sums over prompts, quartiles "
-    "are over prompts; speedup_vs_confidence is against the fastest `confidence` with acceptance raw of the same temperature"
+    "are over prompts; ratios are over the prompts that both policies ran; speedup_vs_confidence is against the fastest `confidence` with acceptance raw of the same temperature"
 )
 PER_PASS = ("accept_length", "experts_per_layer", "nodes", "draft_ms", "predict_ms", "select_ms", "verify_ms")
 WARM_UP_TOKENS = 12
+SCREEN_KEEP = (2, 3)  # at least and at most so many policies of an acceptance model go on after the screening ...
+SCREEN_MARGIN = 0.07  # ... those this close to the fastest
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Plan:
     repeats: int = 1
     seed: int = 0
     sampling: Mapping[str, Any] | None = None  # further GenerationConfig keys
+    screen: int = 0  # after this many prompts only the fastest fixed-budget `confidence` policies go on; 0: all do
 
     def config(self, prompt: int, temperature: float, tokens: int | None = None) -> GenerationConfig:
         """Settings of one generation; prompt i draws with seed + i."""
@@ -82,6 +85,7 @@ def measure(contestants: Sequence[Contestant], plan: Plan, tick: Callable[[], No
         for temperature in plan.temperatures:
             run_once(contestant.engine, first, plan.config(0, temperature, WARM_UP_TOKENS))
     samples: Samples = {(c.label, t): [[] for _ in plan.prompts] for c in contestants for t in plan.temperatures}
+    dropped: set[tuple[str, float]] = set()
     turn = 0
     for repeat in range(plan.repeats):
         for i, prompt in enumerate(plan.prompts):
@@ -89,11 +93,33 @@ def measure(contestants: Sequence[Contestant], plan: Plan, tick: Callable[[], No
             for temperature in plan.temperatures:
                 shift = (turn + repeat) % len(contestants)
                 for contestant in [*contestants[shift:], *contestants[:shift]]:
-                    sample = run_once(contestant.engine, read, plan.config(i, temperature))
-                    samples[contestant.label, temperature][i].append(sample)
+                    if (contestant.label, temperature) not in dropped:
+                        sample = run_once(contestant.engine, read, plan.config(i, temperature))
+                        samples[contestant.label, temperature][i].append(sample)
                     tick()
                 turn += 1
+                if repeat == 0 and i + 1 == plan.screen:
+                    dropped |= {(label, temperature) for label in slower(contestants, temperature, samples)}
     return samples
+
+
+def slower(contestants: Sequence[Contestant], temperature: float, samples: Samples) -> set[str]:
+    """Labels of `confidence` policies that need not go on: per acceptance model, all but those near the fastest."""
+    out: set[str] = set()
+    fixed = [c for c in contestants if c.spec.name == "confidence"]
+    for kind in {c.acceptance for c in fixed}:
+        rates = {c.label: rate(samples[c.label, temperature]) for c in fixed if c.acceptance == kind}
+        ranked = sorted(rates, key=rates.__getitem__, reverse=True)
+        near = sum(rates[label] >= (1 - SCREEN_MARGIN) * rates[ranked[0]] for label in ranked)
+        out |= set(ranked[min(max(near, SCREEN_KEEP[0]), SCREEN_KEEP[1]) :])
+    return out
+
+
+def rate(samples: list[list[Sample]], prompts: set[int] | None = None) -> float:
+    """Tokens per second over the prompts that were run (and are in `prompts`), a prompt's seconds being their median."""
+    chosen = [r for i, r in enumerate(samples) if r and (prompts is None or i in prompts)]
+    seconds = sum(median(s.seconds for s in repeats) for repeats in chosen)
+    return sum(len(repeats[0].tokens) for repeats in chosen) / max(seconds, 1e-9)
 
 
 def run_once(engine: Engine, prompt: Prefilled, config: GenerationConfig) -> Sample:
@@ -114,37 +140,39 @@ def summarize(contestants: Sequence[Contestant], plan: Plan, samples: Samples) -
     for current in rows:
         same = [r for r in rows if r["temperature"] == current["temperature"]]
         plain = next((r for r in same if r["label"] in off), None)
-        published = [r for r in same if r["policy"] == "confidence" and r["acceptance"] == "raw"]
-        best = max(published, key=lambda r: r["tokens_per_second"], default=None)
-        current["speedup_vs_off"] = _ratio(current, plain)
-        current["speedup_vs_confidence"] = _ratio(current, best)
+        published = [r for r in same if (r["policy"], r["acceptance"]) == ("confidence", "raw")]
+        best = max(published, key=lambda r: (r["prompts"], r["tokens_per_second"]), default=None)
+        current["speedup_vs_off"] = speedup(current, plain, samples)
+        current["speedup_vs_confidence"] = speedup(current, best, samples)
         current |= _agreement(current, plain, samples)
     return rows
 
 
 def row(contestant: Contestant, temperature: float, samples: list[list[Sample]]) -> dict[str, Any]:
-    """Figures of one policy at one temperature; samples are `[prompt][repeat]`."""
-    seconds = [median(s.seconds for s in repeats) for repeats in samples]
-    timed = [len(repeats[0].tokens) for repeats in samples]
-    speeds = [n / s for n, s in zip(timed, seconds, strict=True) if s > 0] or [0.0]
-    flat = [s for repeats in samples for s in repeats]
+    """Figures of one policy at one temperature; samples are `[prompt][repeat]`, empty for prompts it did not run."""
+    ran = [repeats for repeats in samples if repeats]
+    seconds = sum(median(s.seconds for s in repeats) for repeats in ran)
+    tokens = sum(len(repeats[0].tokens) for repeats in ran)
+    flat = [s for repeats in ran for s in repeats]
     passes = max(1, sum(s.passes for s in flat))
     means = {key: sum(s.means[key] * s.passes for s in flat) / passes for key in PER_PASS}
-    loops = sum(loop_share(r[0].tokens) * len(r[0].tokens) for r in samples)
-    quartiles = np.percentile(speeds, (25, 50, 75)).tolist()
+    loops = sum(loop_share(repeats[0].tokens) * len(repeats[0].tokens) for repeats in ran)
     return {
         "label": contestant.label, "policy": contestant.spec.name, "parameters": contestant.spec.parameters,
         "acceptance": contestant.acceptance, "depth": contestant.spec.depth, "temperature": temperature,
-        "tokens": sum(timed), "seconds": sum(seconds), "tokens_per_second": sum(timed) / max(sum(seconds), 1e-9),
-        "tokens_per_second_quartiles": quartiles, "passes": sum(r[0].passes for r in samples), **means,
-        "loop_share": loops / max(1, sum(len(r[0].tokens) for r in samples)),
+        "prompts": len(ran), "tokens": tokens, "seconds": seconds, "tokens_per_second": rate(ran),
+        "tokens_per_second_quartiles": np.percentile([rate([r]) for r in ran], (25, 50, 75)).tolist(),
+        "passes": sum(repeats[0].passes for repeats in ran), **means, "loop_share": loops / max(1, tokens),
     }  # fmt: skip
 
 
-def _ratio(current: dict[str, Any], base: dict[str, Any] | None) -> float | None:
-    if base is None or base["tokens_per_second"] == 0:
+def speedup(current: dict[str, Any], base: dict[str, Any] | None, samples: Samples) -> float | None:
+    """Ratio of tokens per second over the prompts that both ran; None without a base."""
+    if base is None:
         return None
-    return float(current["tokens_per_second"] / base["tokens_per_second"])
+    mine, theirs = (samples[r["label"], r["temperature"]] for r in (current, base))
+    common = {i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a and b}
+    return rate(mine, common) / max(rate(theirs, common), 1e-9)
 
 
 def _agreement(current: dict[str, Any], plain: dict[str, Any] | None, samples: Samples) -> dict[str, Any]:
@@ -153,7 +181,7 @@ def _agreement(current: dict[str, Any], plain: dict[str, Any] | None, samples: S
         return {"identical_to_off": None, "diverging_prompts": None, "first_divergence": None}
     mine = samples[current["label"], current["temperature"]]
     theirs = samples[plain["label"], plain["temperature"]]
-    places = [first_divergence(b[0].tokens, a[0].tokens) for a, b in zip(mine, theirs, strict=True)]
+    places = [first_divergence(b[0].tokens, a[0].tokens) for a, b in zip(mine, theirs, strict=True) if a and b]
     found = [p for p in places if p is not None]
     return {
         "identical_to_off": not found,

@@ -15,14 +15,14 @@ def table(report: dict[str, Any]) -> Table:
     runs = report["runs"]
     out = Table(title=f"{report['target']} on {report['machine']['device']}, {report['dtype']}", title_justify="left")
     out.add_column("policy", overflow="fold")
-    for name in ("T", "tok/s", "quartiles", "vs off", "vs conf.", "accepted", "nodes", "experts", "draft", "predict",
+    for name in ("T", "prompts", "tok/s", "quartiles", "vs off", "vs conf.", "accepted", "nodes", "experts", "draft", "predict",
                  "select", "verify", "loops", "= off"):  # fmt: skip
         out.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         same = [r["tokens_per_second"] for r in runs if r["temperature"] == run["temperature"]]
         low, _, high = run["tokens_per_second_quartiles"]
         out.add_row(
-            run["label"], f"{run['temperature']:g}", f"{run['tokens_per_second']:.1f}", f"{low:.0f}-{high:.0f}",
+            run["label"], f"{run['temperature']:g}", str(run["prompts"]), f"{run['tokens_per_second']:.1f}", f"{low:.0f}-{high:.0f}",
             _times(run["speedup_vs_off"]), _times(run["speedup_vs_confidence"]), f"{run['accept_length']:.2f}",
             f"{run['nodes']:.1f}", f"{run['experts_per_layer']:.1f}", *(f"{run[k + '_ms']:.2f}" for k in STAGES),
             f"{run['loop_share']:.0%}", _agrees(run), style="bold" if run["tokens_per_second"] == max(same) else None,

@@ -130,6 +130,9 @@ def bench(
     top_p: Annotated[float, typer.Option()] = 1.0,
     top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Times per prompt; the median counts.")] = 1,
+    screen: Annotated[
+        int, typer.Option(min=0, help="After so many prompts drop clearly slower confidence policies; 0: never.")
+    ] = 0,
     seed: Annotated[int, typer.Option()] = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
@@ -154,14 +157,14 @@ def bench(
     base.record_routing = True
     rows = read_prompts(prompts, base.target.tokenizer, count)
     plan = Plan([r.encode(base.target.tokenizer, max_prompt_tokens) for r in rows], tuple(temperature or (0.0,)),
-                max_new_tokens, repeats, seed, {"top_p": top_p, "top_k": top_k})  # fmt: skip
+                max_new_tokens, repeats, seed, {"top_p": top_p, "top_k": top_k}, screen)  # fmt: skip
     entrants = contestants(loaded, base, named)
     started = time.perf_counter()
     samples = run_with_progress(measure, entrants, plan)
     report = {
         "schema_version": 1, "machine": describe(device), "target": base.target.source, "dtype": dtype_name(base),
         "bundle": str(bundle), "prompts": {"source": prompts, "count": len(rows), "sha256": fingerprint_prompts(rows)},
-        "max_new_tokens": max_new_tokens, "repeats": repeats, "seed": seed, "top_p": top_p, "top_k": top_k,
+        "max_new_tokens": max_new_tokens, "repeats": repeats, "screen": screen, "seed": seed, "top_p": top_p, "top_k": top_k,
         "method": METHOD, "command": sys.argv, "seconds": time.perf_counter() - started,
         "profile": base.profile.model_dump() if base.profile else None, "runs": summarize(entrants, plan, samples),
     }  # fmt: skip

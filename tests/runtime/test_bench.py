@@ -26,8 +26,8 @@ KEYS = {
 class FakeEngine:
     """Emits fixed tokens and writes down who was asked."""
 
-    def __init__(self, label: str, log: list[tuple[str, int]]):
-        self.label, self.log = label, log
+    def __init__(self, label: str, log: list[tuple[str, int]], seconds: float = 1.0):
+        self.label, self.log, self.seconds = label, log, seconds
         self.policy = build_policy(parse_policy(label))
 
     def prefilled(self, prompt: list[int]) -> Any:
@@ -38,7 +38,7 @@ class FakeEngine:
         """A stream with statistics."""
         self.log.append((self.label, prompt.prompt[0]))
         tokens = [SimpleNamespace(id=i) for i in range(config.max_new_tokens)]
-        statistics = SimpleNamespace(tokens=len(tokens), seconds=1.0, passes=4, **dict.fromkeys(PER_PASS, 1.0))
+        statistics = SimpleNamespace(tokens=len(tokens), seconds=self.seconds, passes=4, **dict.fromkeys(PER_PASS, 1.0))
 
         class Stream(list[Any]):
             pass
@@ -117,6 +117,31 @@ def test_decoding_after_a_prompt_that_was_read_before(prompt: str, tiny_bundle: 
     list(again)
     assert again.statistics.accepted == fresh.statistics.accepted
     assert again.statistics.verified == fresh.statistics.verified
+
+
+def test_screening_drops_only_slow_fixed_budgets() -> None:
+    """Per acceptance model the fastest two or three go on; every ratio is over prompts that both ran."""
+    seconds = {"off": 9.0, "ratio": 9.0} | {
+        f"confidence:budget={m}": s for m, s in ((1, 1.0), (2, 1.05), (3, 1.06), (4, 1.07), (5, 3.0))
+    }
+    seconds |= {f"confidence:budget={m},acceptance=temperature": s for m, s in ((1, 1.0), (2, 2.0), (3, 4.0))}
+    log: list[tuple[str, int]] = []
+    entrants = []
+    for label, each in seconds.items():
+        kind = "temperature" if "temperature" in label else "raw"
+        entrants.append(contestant(label, FakeEngine(label, log, each), kind))
+    plan = Plan([[0], [1], [2]], max_new_tokens=6, screen=1)
+    ticks: list[int] = []
+    samples = measure(entrants, plan, lambda: ticks.append(1))
+    assert len(ticks) == len(entrants) * 3
+    rows = {r["label"]: r for r in summarize(entrants, plan, samples)}
+    on = {label for label, r in rows.items() if r["prompts"] == 3}
+    assert set(rows) - on == {
+        "confidence:budget=4", "confidence:budget=5", "confidence:budget=3,acceptance=temperature",
+    }  # fmt: skip
+    assert all(r["prompts"] == 1 for label, r in rows.items() if label not in on)
+    assert rows["confidence:budget=5"]["speedup_vs_off"] == pytest.approx(3.0)
+    assert rows["ratio"]["speedup_vs_confidence"] == pytest.approx(1 / 9)
 
 
 def test_report_of_a_tiny_model(tiny_bundle: Path, tmp_path: Path) -> None:
