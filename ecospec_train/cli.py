@@ -199,9 +199,21 @@ def run(
 ) -> None:
     """Run all stages of a pipeline file in order."""
     set_threads(threads)
-    from ecospec_train.pipeline import load_pipeline, run_pipeline
+    from ecospec_train.pipeline import StageFailed, load_pipeline, run_pipeline
 
-    run_pipeline(load_pipeline(pipeline, overrides or ()), note)
+    try:
+        run_pipeline(load_pipeline(pipeline, overrides or ()), note)
+    except StageFailed as failure:
+        raise typer.Exit(failure.code) from None
+
+
+@app.command(hidden=True)
+@handled
+def stage(name: str, config: Path) -> None:
+    """Run one stage from a configuration in JSON: how a pipeline starts a stage of several processes."""
+    from ecospec_train.stages import RUNNERS, config_class
+
+    RUNNERS[name](config_class(name).model_validate_json(config.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

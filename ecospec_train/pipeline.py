@@ -14,6 +14,9 @@ export: {}
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +45,14 @@ class PipelineConfig(Config):
     profile: dict[str, Any] = Field(default_factory=dict)
     tune: dict[str, Any] = Field(default_factory=dict)
     export: dict[str, Any] = Field(default_factory=dict)
+
+
+class StageFailed(Exception):
+    """A stage in another process ended with this exit code; it has told the user why."""
+
+    def __init__(self, code: int):
+        super().__init__(f"exit code {code}")
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -136,4 +147,26 @@ def run_pipeline(
             announce(f"[{number}/{len(stages)}] {stage.name}: unchanged, skipped")
             continue
         announce(f"[{number}/{len(stages)}] {stage.name} -> {stage.output}")
-        RUNNERS[stage.name](stage.config)
+        if getattr(stage.config, "devices", 1) > 1:
+            run_apart(stage)
+        else:
+            RUNNERS[stage.name](stage.config)
+
+
+def run_apart(stage: Stage) -> None:
+    """Run a stage in a process of its own: Lightning starts its further ranks by repeating the command line.
+
+    Raises StageFailed with the exit code of a stage that has said itself what is wrong.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{stage.name}.json"
+        path.write_text(stage.config.model_dump_json(), encoding="utf-8")
+        process = subprocess.Popen([sys.executable, "-m", "ecospec_train.cli", "stage", stage.name, str(path)])
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:  # the stage got it too, and is saving what it has
+                continue
+    if code:
+        raise StageFailed(code if code > 0 else 128 - code)

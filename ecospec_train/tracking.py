@@ -49,7 +49,7 @@ class StageRun:
         self.stage, self.run_id = stage, ""
         self._parameters, self._inputs = parameters, inputs
         self._began = int(time.time() * 1000)
-        self._failed = False
+        self._failed = int(os.environ.get("LOCAL_RANK", "0")) > 0  # one run per stage, whatever its processes
 
     def begin(self) -> bool:
         """Open the run if that has not been tried yet; False when tracking does not work."""

@@ -19,6 +19,7 @@ from ecospec_train import stages, tracking
 from ecospec_train.cli import app
 from ecospec_train.export import ExportConfig, export
 from ecospec_train.pipeline import load_pipeline, run_pipeline
+from ecospec_train.traces import Traces
 from tests.bundles import write_policy, write_predictor
 
 PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))
@@ -108,6 +109,28 @@ def test_a_second_run_takes_over_the_traces(finished: Path, monkeypatch: pytest.
     assert (finished / "run/traces/manifest.json").read_bytes() == before
     run_pipeline(plan, seen.append, is_current=lambda stage: True)
     assert seen[-1] == "[5/5] export: unchanged, skipped"
+
+
+def test_a_stage_of_several_processes_runs_apart(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                 capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Two ranks write the rows of one; a mistake in the other process is its one line and its exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/m.db")
+    path = finished / "tiny.yaml"
+    apart = load_pipeline(path, ("harvest.devices=2", f"out={tmp_path}/run"))[:1]
+    run_pipeline(apart, lambda line: None)
+    rows = {}
+    for name, folder in (("one", finished / "run/traces"), ("two", tmp_path / "run/traces")):
+        shards = Traces(folder).shards()
+        rows[name] = sorted((int(p), int(q), int(t)) for s in shards for p, q, t in
+                            zip(s.prompt_id, s.position, s.root_token, strict=True))  # fmt: skip
+    assert rows["one"] == rows["two"]
+    capfd.readouterr()
+    result = run("run", path, "harvest.devices=2", "harvest.stride=2", f"out={tmp_path}/run")
+    assert result.exit_code == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    assert "stride" in lines[0]
 
 
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
