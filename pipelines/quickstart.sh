@@ -4,8 +4,9 @@
 set -euo pipefail
 VENV=${VENV:-.venv} MODEL=${MODEL:-pipelines/reference/model} RUN=${RUN:-runs/quickstart}
 THREADS=${THREADS:-1} PROMPTS=${PROMPTS:-32} TOKENS=${TOKENS:-48} SET=${SET:-}  # SET: further key=value of the pipeline
-export OMP_NUM_THREADS=$THREADS TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PATH="$PWD/$VENV/bin:$PATH"
+export OMP_NUM_THREADS=$THREADS TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 PYTHON="$VENV/bin/python"
+export PATH="$(cd "$VENV/bin" && pwd):$PATH"
 BUDGETS="2 3 4 6 8 12 24"
 started=$SECONDS
 step() { printf '\n== %s (%d s)\n' "$1" "$((SECONDS - started))"; }
@@ -22,7 +23,7 @@ step "prompts of held-out packages: one set to learn from, another to be measure
 
 step "harvest, fit, profile, tune, export"
 ecospec-train run pipelines/quickstart.yaml "target=$MODEL/target" "drafter=$MODEL/drafter" \
-  "prompts=$RUN/harvest.jsonl" "out=$RUN" "profile.target=$RUN/target" $SET --threads "$THREADS"
+  "prompts=$RUN/harvest.jsonl" "out=$RUN" "profile.target=$RUN/target" $SET
 
 step "bench: every policy on every prompt, interleaved"
 policies=off
@@ -30,7 +31,7 @@ for acceptance in raw temperature; do
   for budget in $BUDGETS; do policies+=",confidence:budget=$budget,acceptance=$acceptance"; done
 done
 ecospec-runtime bench --bundle "$RUN/bundle" --target "$RUN/target" --prompts "$RUN/bench.jsonl" \
-  --policies "$policies,ratio,auto" --max-new-tokens "$TOKENS" --temperature 0 --temperature 0.7 \
+  --policies "$policies,ratio,auto" --max-new-tokens "$TOKENS" --screen 8 --temperature 0 --temperature 0.7 \
   --threads "$THREADS" --json "$RUN/bench.json" --plots "$RUN/plots" | tee "$RUN/bench.txt"
 
 step "generate"
