@@ -60,6 +60,7 @@ class FitConfig(Config):
     max_seconds: float | None = Field(default=75.0, gt=0)  # training stops earlier; the schedule knows
     batch_positions: int = Field(default=32, ge=1)
     node_share: float = Field(default=0.5, gt=0, le=1)  # of the nodes with an unreached parent that an epoch sees
+    unreached_weight: float = Field(default=0.1, ge=0, le=1)  # of those nodes in the acceptance loss
     lr: float = Field(default=4e-3, gt=0)
     weight_decay: float = Field(default=0.05, ge=0)
     acceptance_weight: float = Field(default=0.5, ge=0)
@@ -142,7 +143,8 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     tables = NodeTables(traces, seed=config.seed)
     prompts = [p for shard in traces.manifest.shards for p in shard.prompt_ids]
     fitted, heldout = split_prompts(prompts, config.heldout, config.seed)
-    data = PredictorData(tables, fitted, heldout, config.batch_positions, config.node_share, config.seed)
+    data = PredictorData(tables, fitted, heldout, config.batch_positions, config.node_share, config.unreached_weight,
+                         config.seed)  # fmt: skip
     if not len(data.fit_stream) or not len(data.heldout_stream):
         raise UserError(f"{config.traces}: too few positions to fit on and to hold out; harvest more")
     manifest = describe(traces, sorted(heldout), config)

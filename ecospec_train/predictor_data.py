@@ -30,7 +30,7 @@ BLOCK_BYTES = 512 << 20
 
 @dataclass
 class Batch:
-    """Rows of several positions. Sibling groups are numbered within the batch; roots stand in groups of weight 0."""
+    """Rows of several positions. Sibling groups are numbered within the batch; a root is a group of weight 0."""
 
     embedding: Tensor  # [N, H]
     state: Tensor  # [N, d]
@@ -38,7 +38,7 @@ class Batch:
     routing: Tensor  # [N, L, K] int64
     group: Tensor  # [N]
     label: Tensor  # [N] the target's probability of the node
-    weight: Tensor  # [N] 1 if the node's parent is truly reached
+    weight: Tensor  # [N] of the acceptance loss: 1 if the node's parent is truly reached, less if not
     groups: int  # G
 
     def to(self, device: torch.device, **kwargs: object) -> Batch:
@@ -179,30 +179,33 @@ def positions_of(table: NodeTable, prompts: set[int]) -> Ints:
     return np.flatnonzero(np.isin(table.prompt_ids, list(prompts)))
 
 
-def make_batch(table: NodeTable, rows: Ints, embed: Embed) -> Batch:
-    """Collect rows of a table (ascending; with a node of positive weight, all its siblings)."""
+def make_batch(table: NodeTable, rows: Ints, embed: Embed, unreached_weight: float = 0.0) -> Batch:
+    """Collect rows of a table, siblings always together. Nodes with an unreached parent weigh `unreached_weight`."""
     parents = table.parents[rows]
+    weight = np.where(parents < 0, 0.0, np.maximum(table.weight[rows], unreached_weight)).astype(np.float32)
     _, group = np.unique(np.where(parents >= 0, parents, -1 - np.arange(len(rows))), return_inverse=True)
     return Batch(
         embedding=torch.from_numpy(embed(table.tokens[rows])),
         state=torch.from_numpy(table.states[table.state_rows[rows]].astype(np.float32)),
         scalars=torch.from_numpy(table.scalars[rows]), routing=torch.from_numpy(table.routing[rows].astype(np.int64)),
         group=torch.from_numpy(group), label=torch.from_numpy(table.label[rows]),
-        weight=torch.from_numpy(table.weight[rows]), groups=len(rows),
+        weight=torch.from_numpy(weight), groups=len(rows),
     )  # fmt: skip
 
 
 class BatchStream(IterableDataset[Batch]):
     """Batches of `batch_positions` positions: blocks in random order, positions shuffled within. Ranks share each block.
 
-    `node_share` < 1 keeps that share of the nodes whose parent is not reached; roots and nodes with a reached parent stay.
+    `node_share` < 1 keeps that share of the sibling groups whose parent is not reached; roots and groups of a reached
+    parent stay. No `seed`: everything, in order.
     """
 
     def __init__(
-        self, tables: NodeTables, prompts: set[int], batch_positions: int, node_share: float, seed: int | None
-    ):
+        self, tables: NodeTables, prompts: set[int], batch_positions: int, node_share: float = 1.0,
+        unreached_weight: float = 0.0, seed: int | None = None,
+    ):  # fmt: skip
         self.tables, self.prompts, self.batch_positions = tables, prompts, batch_positions
-        self.node_share, self.seed, self.epoch = node_share, seed, 0
+        self.node_share, self.unreached_weight, self.seed, self.epoch = node_share, unreached_weight, seed, 0
         self.counts = [len(positions_of(table, prompts)) for table in tables]
 
     def rank(self) -> tuple[int, int]:
@@ -225,24 +228,27 @@ class BatchStream(IterableDataset[Batch]):
             positions = positions_of(table, self.prompts)
             positions = rng.permutation(positions) if rng else positions
             positions = positions[: len(positions) // world * world][rank::world]
+            kept = (table.weight > 0) | (table.parents < 0)
+            if rng and self.node_share < 1:
+                kept |= (rng.random(len(table.parents), dtype=np.float32) < self.node_share)[table.parents]
+            else:
+                kept[:] = True
             for start in range(0, len(positions), self.batch_positions):
-                rows = table.rows_of(np.sort(positions[start : start + self.batch_positions]))
-                if rng and self.node_share < 1:
-                    keep = (
-                        (table.weight[rows] > 0) | (table.parents[rows] < 0) | (rng.random(len(rows)) < self.node_share)
-                    )
-                    rows = rows[keep]
-                yield make_batch(table, rows, self.tables.embed)
+                rows = table.rows_of(positions[start : start + self.batch_positions])
+                rows = rows[kept[rows]]
+                yield make_batch(table, rows, self.tables.embed, self.unreached_weight)
 
 
 class PredictorData(L.LightningDataModule):
     """Fit and held-out streams over one traces folder."""
 
-    def __init__(self, tables: NodeTables, fit: set[int], heldout: set[int], batch_positions: int, node_share: float,
-                 seed: int):  # fmt: skip
+    def __init__(
+        self, tables: NodeTables, fit: set[int], heldout: set[int], batch_positions: int, node_share: float,
+        unreached_weight: float, seed: int,
+    ):  # fmt: skip
         super().__init__()
-        self.fit_stream = BatchStream(tables, fit, batch_positions, node_share, seed)
-        self.heldout_stream = BatchStream(tables, heldout, batch_positions, 1.0, None)
+        self.fit_stream = BatchStream(tables, fit, batch_positions, node_share, unreached_weight, seed)
+        self.heldout_stream = BatchStream(tables, heldout, batch_positions)
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Shuffled batches of the fit prompts."""

@@ -26,7 +26,7 @@ SCALAR_UNITS = (4.0, 4.0, 4.0, 4.0)  # divisors that bring log p, rank, depth an
 
 
 class PredictorNetwork(nn.Module):
-    """Two-layer trunk with a residual, linear heads. The acceptance head starts as the drafter's own log p."""
+    """Two-layer trunk with a linear path around it, linear heads. The acceptance head starts as the drafter's own log p."""
 
     scalar_units: Tensor
 
@@ -48,8 +48,8 @@ class PredictorNetwork(nn.Module):
         scalars = scalars_N4 / self.scalar_units
         embedding = F.layer_norm(embedding_NH, (self.shapes.hidden,))
         state = F.layer_norm(state_Nd, (self.shapes.state,))
-        h_NW = F.silu(self.inputs(torch.cat([embedding, state, scalars], -1)))
-        h_NW = h_NW + F.silu(self.middle(h_NW))
+        x_NW = self.inputs(torch.cat([embedding, state, scalars], -1))
+        h_NW = x_NW + F.silu(self.middle(F.silu(x_NW)))  # the linear path helps rare tokens
         routing = self.routing(h_NW).unflatten(-1, (self.shapes.layers, self.shapes.experts))
         return routing, self.acceptance(torch.cat([h_NW, scalars], -1)).squeeze(-1)
 
@@ -61,17 +61,17 @@ def routing_loss(logits_NLE: Tensor, routing_NLK: Tensor) -> Tensor:
 
 
 def acceptance_loss(logits_N: Tensor, group_N: Tensor, label_N: Tensor, weight_N: Tensor, groups: int) -> Tensor:
-    """Cross-entropy over each sibling group and "none of these" (logit 0), mean over the groups of positive weight.
+    """Cross-entropy over each sibling group and "none of these" (logit 0): weighted mean over the groups.
 
-    `group_N` numbers the sibling groups from 0; `label_N` is the target's probability of the node (0 or 1 at temperature 0);
-    `weight_N` is 1 for nodes whose parent is truly reached, else 0: all siblings share it.
+    `group_N` numbers the sibling groups from 0; `label_N` is the target's probability of the node (0 or 1 at temperature
+    0); `weight_N` is the weight of the node's group, the same for all siblings.
     """
     logits = logits_N.clamp(-LOGIT_BOUND, LOGIT_BOUND)
     zeros = logits.new_zeros(groups)
     denominator_G = torch.log1p(zeros.index_add(0, group_N, logits.exp()))
-    active_G = zeros.index_add(0, group_N, weight_N) > 0
-    total = (denominator_G * active_G).sum() - (label_N * weight_N * logits).sum()
-    return total / active_G.sum().clamp(min=1)
+    weight_G = zeros.scatter(0, group_N, weight_N)
+    total = (denominator_G * weight_G).sum() - (label_N * weight_N * logits).sum()
+    return total / weight_G.sum().clamp(min=1e-6)
 
 
 def recall(logits_NLE: Tensor, routing_NLK: Tensor) -> Tensor:

@@ -92,7 +92,9 @@ def trained(traces: Path, config: FitConfig) -> tuple[PredictorNetwork, int]:
     torch.manual_seed(config.seed)
     net = PredictorNetwork(SHAPES, config.width)
     fit_prompts, heldout = split_prompts(list(range(40)), config.heldout, config.seed)
-    data = PredictorData(NodeTables(Traces(traces)), fit_prompts, heldout, config.batch_positions, 0.5, config.seed)
+    data = PredictorData(
+        NodeTables(Traces(traces)), fit_prompts, heldout, config.batch_positions, 0.5, 0.1, config.seed
+    )
     return net, train(net, data, config, None)
 
 
@@ -162,10 +164,10 @@ def test_ctrl_c_leaves_no_manifest(traces: Path, tmp_path: Path, monkeypatch: py
 def test_acceptance_loss_is_the_cross_entropy_with_none_of_these() -> None:
     logits = torch.tensor([1.0, -0.5, 2.0, 0.3, 9.0])
     group, label = torch.tensor([0, 0, 2, 2, 1]), torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])
-    weight = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+    weight = torch.tensor([1.0, 1.0, 0.25, 0.25, 0.0])
     first = torch.cat([torch.zeros(1), logits[:2]]).log_softmax(0)[2]
     second = torch.cat([torch.zeros(1), logits[2:4]]).log_softmax(0)[0]
-    torch.testing.assert_close(acceptance_loss(logits, group, label, weight, 5), -(first + second) / 2)
+    torch.testing.assert_close(acceptance_loss(logits, group, label, weight, 5), -(first + 0.25 * second) / 1.25)
 
 
 def test_soft_labels_leave_the_rest_to_none_of_these() -> None:

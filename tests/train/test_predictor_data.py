@@ -81,8 +81,8 @@ def test_reading_block_by_block_gives_the_same_rows(traces: Traces) -> None:
     fit, heldout = split_prompts(list(range(20)), 0.2, 0)
     whole, blocks = NodeTables(traces), NodeTables(traces, block_bytes=1)
     assert (len(whole), len(blocks)) == (1, len(traces.manifest.shards))
-    a = PredictorData(whole, fit, heldout, 8, 1.0, 0)
-    b = PredictorData(blocks, fit, heldout, 8, 1.0, 0)
+    a = PredictorData(whole, fit, heldout, 8, 1.0, 0.0, 0)
+    b = PredictorData(blocks, fit, heldout, 8, 1.0, 0.0, 0)
     assert rows_seen(a.fit_stream) == rows_seen(b.fit_stream)
     assert rows_seen(a.heldout_stream) == rows_seen(b.heldout_stream)
     assert sum(a.fit_stream.counts) + sum(a.heldout_stream.counts) == len(traces)
@@ -91,19 +91,26 @@ def test_reading_block_by_block_gives_the_same_rows(traces: Traces) -> None:
 
 def test_batches_keep_siblings_together_when_far_nodes_are_dropped(traces: Traces) -> None:
     tables = NodeTables(traces)
-    stream = BatchStream(tables, set(range(20)), 16, 0.3, seed=0)
+    stream = BatchStream(tables, set(range(20)), 16, 0.3, 0.25, seed=0)
     batches = list(stream)
     assert len(batches) == len(stream)
     full = tables[0]
-    assert sum(len(b.label) for b in batches) < len(full.tokens)
-    assert sum(float(b.weight.sum()) for b in batches) == full.weight.sum()
+    _, sizes = np.unique(full.parents[full.parents >= 0], return_counts=True)
+    kept = sum(len(batch.label) for batch in batches) - len(traces)
+    assert full.weight.sum() < kept < sizes.sum()
+    whole = sum(float((batch.weight == 1).sum()) for batch in batches)
+    assert whole == full.weight.sum()
+    found = []
     for batch in batches:
         for group in batch.group.unique():
             weights = batch.weight[batch.group == group]
             assert weights.min() == weights.max()
-            if weights[0] == 1:
-                assert len(weights) >= 1
-                assert batch.label[batch.group == group].sum() <= 1 + 1e-4
+            assert weights[0] in (0.0, 0.25, 1.0)
+            if weights[0] > 0:
+                found.append(len(weights))
+    assert sum(found) == kept
+    assert set(found) <= set(sizes.tolist())
+    assert max(found) == sizes.max() > 1
 
 
 def test_groups_are_the_children_of_one_parent(traces: Traces) -> None:
