@@ -1,6 +1,6 @@
 """The target's key-value cache: committed rows first, then the rows of the last pass until they are committed.
 
-Legend of shapes: B batch (1), H key-value heads, R rows, D head dimension.
+Legend of shapes: B batch (1), H key-value heads, R rows, D head dimension, C 2 where keys and values share a buffer.
 """
 
 from __future__ import annotations
@@ -18,40 +18,43 @@ class GrowingLayer(DynamicLayer):
 
     keys: Tensor  # type: ignore[assignment]
     values: Tensor  # type: ignore[assignment]
+    buffers: list[Tensor]  # one [2, B, H, R, D] if keys and values have one shape, else two [1, B, H, R, D]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the pass's rows; returns all rows, past ones first."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.buffers = (key_states[:, :, :0], value_states[:, :, :0])
-            self.keys, self.values = self.buffers
-        past = self.keys.shape[2]
-        total = past + key_states.shape[2]
-        if total > self.buffers[0].shape[2]:
-            self.buffers = (_grown(self.keys, total), _grown(self.values, total))
-        keys, values = self.buffers
-        keys[:, :, past:total] = key_states
-        values[:, :, past:total] = value_states
-        self.keys, self.values = keys[:, :, :total], values[:, :, :total]
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            self._grow(key_states.shape[2])
+        past, new = self.keys.shape[2], key_states.shape[2]
+        if past + new > self.buffers[0].shape[3]:
+            self._grow(past + new)
+        keys, values = self.buffers[0][0], self.buffers[-1][-1]
+        keys.narrow(2, past, new).copy_(key_states)
+        values.narrow(2, past, new).copy_(value_states)
+        self.keys, self.values = keys.narrow(2, 0, past + new), values.narrow(2, 0, past + new)
         return self.keys, self.values
 
-    def keep(self, past: int, length: int, index: Tensor | None) -> None:
-        """Cut to `length` rows; the ones from `past` on are taken from rows `index` if given."""
+    def keep(self, start: int, index: Tensor | None, length: int) -> None:
+        """Cut to `length` rows; the ones from `start` on are taken from rows `index` if given."""
         if index is not None:
-            index = index.to(self.keys.device)
-            self.keys[:, :, past:length] = self.keys.index_select(2, index)
-            self.values[:, :, past:length] = self.values.index_select(2, index)
-        self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
+            for buffer in self.buffers:
+                kept = buffer.index_select(3, index.to(buffer.device))
+                buffer.narrow(3, start, length - start).copy_(kept)
+        self.keys, self.values = self.keys.narrow(2, 0, length), self.values.narrow(2, 0, length)
 
-
-def _grown(rows_BHRD: Tensor, needed: int) -> Tensor:
-    """A buffer with room for at least `needed` rows that begins with the given ones."""
-    past = rows_BHRD.shape[2]
-    shape = list(rows_BHRD.shape)
-    shape[2] = max(256, 2 * past, needed + 64)
-    buffer = rows_BHRD.new_zeros(shape)
-    buffer[:, :, :past] = rows_BHRD
-    return buffer
+    def _grow(self, needed: int) -> None:
+        """Move to buffers with room for at least `needed` rows."""
+        past = self.keys.shape[2]
+        room = max(256, 2 * past, needed + 64)
+        parts = [self.keys, self.values]
+        shapes = [(*part.shape[:2], room, part.shape[3]) for part in parts]
+        if shapes[0] == shapes[1]:
+            self.buffers = [self.keys.new_zeros(2, *shapes[0])]
+        else:
+            self.buffers = [part.new_zeros(1, *shape) for part, shape in zip(parts, shapes, strict=True)]
+        self.buffers[0][0][:, :, :past] = self.keys
+        self.buffers[-1][-1][:, :, :past] = self.values
 
 
 class TargetCache:
@@ -70,10 +73,10 @@ class TargetCache:
     def keep(self, past: int, kept: list[int]) -> None:
         """Keep rows `0..past-1` and `past + kept` (ascending) of every layer; drop the rest, in place."""
         length = past + len(kept)
-        prefix = kept == list(range(len(kept)))
-        if prefix and length == len(self):
+        still = next((i for i, row in enumerate(kept) if row != i), len(kept))  # rows that stay where they are
+        if still == len(kept) and length == len(self):
             return
-        index = None if prefix else torch.tensor(kept) + past
+        index = torch.tensor(kept[still:]) + past if still < len(kept) else None
         for layer in self.inner.layers:
             assert isinstance(layer, GrowingLayer)
-            layer.keep(past, length, index)
+            layer.keep(past + still, index, length)
