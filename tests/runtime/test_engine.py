@@ -23,6 +23,7 @@ from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.policies.base import Policy
 from ecospec_runtime.pool import Candidates, Pool
 from ecospec_runtime.scoring import Scorer
+from ecospec_runtime.statistics import divergence
 from ecospec_runtime.target import Target
 
 PROFILE = DeviceProfile(
@@ -351,6 +352,23 @@ def test_what_a_policy_needs_is_named(target: Target, drafters: Any) -> None:
         engine_for(target, None, "confidence")
     with pytest.raises(UserError, match="'ratio' needs a predictor"):
         engine_for(target, drafters("random", []), "ratio")
+    with pytest.raises(UserError, match="'throughput' needs a device profile"):
+        scorer = Scorer(lying_predictor(), "head", 7, 12)
+        Engine(target, drafters("random", []), scorer, build_policy(parse_policy("throughput:price=1")))
+
+
+def test_divergence_names_place_and_gap(target: Target, prompts: list[list[int]], texts: list[list[int]]) -> None:
+    text = texts[0][12:30]
+    assert divergence(target, prompts[0], text, text) is None
+    assert divergence(target, prompts[0], text, text[:5]) is None
+    other = [*text[:7], (text[7] + 1) % 96, *text[8:]]
+    found = divergence(target, prompts[0], text, other)
+    assert found is not None
+    assert (found.index, found.reference, found.other) == (7, text[7], other[7])
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([prompts[0] + text[:7]])).logits[0, -1]
+    assert found.gap == pytest.approx(float(logits[text[7]] - logits[other[7]]), abs=1e-4)
+    assert found.gap > 0
 
 
 def test_text_prompt_and_text(target: Target) -> None:
