@@ -352,9 +352,9 @@ def test_what_a_policy_needs_is_named(target: Target, drafters: Any) -> None:
         engine_for(target, None, "confidence")
     with pytest.raises(UserError, match="'ratio' needs a predictor"):
         engine_for(target, drafters("random", []), "ratio")
+    scorer, policy = Scorer(lying_predictor(), "head", 7, 12), build_policy(parse_policy("throughput:price=1"))
     with pytest.raises(UserError, match="'throughput' needs a device profile"):
-        scorer = Scorer(lying_predictor(), "head", 7, 12)
-        Engine(target, drafters("random", []), scorer, build_policy(parse_policy("throughput:price=1")))
+        Engine(target, drafters("random", []), scorer, policy)
 
 
 def test_divergence_names_place_and_gap(target: Target, prompts: list[list[int]], texts: list[list[int]]) -> None:
