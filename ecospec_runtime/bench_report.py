@@ -5,34 +5,49 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from ecospec_runtime.errors import UserError
 
 
-def table(report: dict[str, Any]) -> Table:
-    """One line per policy and temperature; the fastest of a temperature is marked."""
-    runs = report["runs"]
-    out = Table(title=f"{report['target']} on {report['machine']['device']}, {report['dtype']}", title_justify="left")
-    out.add_column("policy", overflow="fold")
-    for name in ("T", "prompts", "tok/s", "quartiles", "vs off", "vs conf.", "accepted", "nodes", "experts", "draft", "predict",
-                 "select", "verify", "loops", "= off"):  # fmt: skip
-        out.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        same = [r["tokens_per_second"] for r in runs if r["temperature"] == run["temperature"]]
-        low, _, high = run["tokens_per_second_quartiles"]
-        out.add_row(
-            run["label"], f"{run['temperature']:g}", str(run["prompts"]), f"{run['tokens_per_second']:.1f}", f"{low:.0f}-{high:.0f}",
-            _times(run["speedup_vs_off"]), _times(run["speedup_vs_confidence"]), f"{run['accept_length']:.2f}",
-            f"{run['nodes']:.1f}", f"{run['experts_per_layer']:.1f}", *(f"{run[k + '_ms']:.2f}" for k in STAGES),
-            f"{run['loop_share']:.0%}", _agrees(run), style="bold" if run["tokens_per_second"] == max(same) else None,
-        )  # fmt: skip
-    out.caption = "accepted: tokens per pass; experts: distinct per layer and pass; draft to verify: ms per pass"
+def table(report: dict[str, Any], narrow: bool = False) -> Table:
+    """One line per policy and temperature; the fastest of a temperature is bold. `narrow` leaves the details out."""
+    machine = report["machine"]
+    title = f"{report['target']} on {machine['device']}, {report['dtype']}, threads: {machine['threads']}"
+    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    runs = [cells(run) for run in report["runs"]]
+    names = [name for name in runs[0] if not narrow or name not in DETAILS]
+    for name in names:
+        if name == "policy":
+            out.add_column(name, no_wrap=not narrow, overflow="fold")
+        else:
+            out.add_column(name, justify="right", no_wrap=True)
+    for run, row in zip(report["runs"], runs, strict=True):
+        same = [r["tokens_per_second"] for r in report["runs"] if r["temperature"] == run["temperature"]]
+        fastest = run["tokens_per_second"] == max(same)
+        out.add_row(*(row[name] for name in names), style="bold" if fastest else None)
+    out.caption = "experts: distinct per layer and pass; = off: same text as off, or how many texts are not"
+    if not narrow:
+        out.caption += "; draft, predict, select, verify: ms per pass"
     out.caption_justify = "left"
     return out
 
 
-STAGES = ("draft", "predict", "select", "verify")
+DETAILS = {"prompts", "quartiles", "nodes", "draft", "predict", "select", "verify", "loops"}
+
+
+def cells(run: dict[str, Any]) -> dict[str, str]:
+    """Column name -> text of one row."""
+    low, _, high = run["tokens_per_second_quartiles"]
+    times = {name: f"{run[name + '_ms']:.2f}" for name in ("draft", "predict", "select", "verify")}
+    return {
+        "policy": run["label"], "T": f"{run['temperature']:g}", "prompts": str(run["prompts"]),
+        "tok/s": f"{run['tokens_per_second']:.1f}", "quartiles": f"{low:.0f}-{high:.0f}",
+        "vs off": _times(run["speedup_vs_off"]), "vs conf.": _times(run["speedup_vs_confidence"]),
+        "tok/pass": f"{run['accept_length']:.2f}", "nodes": f"{run['nodes']:.1f}",
+        "experts": f"{run['experts_per_layer']:.1f}", **times, "loops": f"{run['loop_share']:.0%}", "= off": _agrees(run),
+    }  # fmt: skip
 
 
 def _times(value: float | None) -> str:
@@ -64,8 +79,8 @@ def _speedup(report: dict[str, Any], path: Path) -> Path:
     figure, axes = plt.subplots(1, len(temperatures), figsize=(6 * len(temperatures), 0.32 * rows + 1.4), squeeze=False)
     for axis, temperature in zip(axes[0], temperatures, strict=True):
         runs = [r for r in report["runs"] if r["temperature"] == temperature][::-1]
-        base = next((r["tokens_per_second"] for r in runs if r["policy"] == "off"), None)
-        values = [r["tokens_per_second"] / base if base else r["tokens_per_second"] for r in runs]
+        base = all(r["speedup_vs_off"] is not None for r in runs)
+        values = [r["speedup_vs_off"] if base else r["tokens_per_second"] for r in runs]
         colors = ["#c05621" if r["policy"] not in ("off", "confidence") else "#4a7ba6" for r in runs]
         axis.barh([r["label"] for r in runs], values, color=colors)
         for i, value in enumerate(values):

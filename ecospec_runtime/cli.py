@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ecospec_runtime.console import check_writable, console, handled, new_app, note, write_json
+from ecospec_runtime.console import PLAIN_WIDTH, check_writable, console, handled, new_app, note, write_json
 from ecospec_runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ def bench(
     write_json(json_file, report)
     if plots is not None:
         bench_report.plots(report, plots)
-    console().print(bench_report.table(report))
+    out = console()
+    out.print(bench_report.table(report, narrow=out.width < PLAIN_WIDTH))
 
 
 def dtype_name(engine: Engine) -> str:

@@ -18,6 +18,7 @@ from ecospec_runtime.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+PLAIN_WIDTH = 176
 USER_MISTAKE = 2
 INTERRUPTED = 130
 _DISK = {
@@ -88,8 +89,8 @@ def note(message: str) -> None:
 
 
 def console() -> Console:
-    """A rich console on stdout; without a terminal it writes plain text, 160 columns wide."""
-    return Console() if sys.stdout.isatty() else Console(width=160, no_color=True, highlight=False)
+    """A rich console on stdout; without a terminal it writes plain text, `PLAIN_WIDTH` columns wide."""
+    return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH, no_color=True, highlight=False)
 
 
 def check_writable(path: Path | None) -> None:

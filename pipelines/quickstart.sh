@@ -3,7 +3,8 @@
 # that figures do not depend on how many cores are idle. Leaves everything under runs/quickstart.
 set -euo pipefail
 VENV=${VENV:-.venv} MODEL=${MODEL:-pipelines/reference/model} RUN=${RUN:-runs/quickstart}
-THREADS=${THREADS:-1} PROMPTS=${PROMPTS:-32} TOKENS=${TOKENS:-48} SET=${SET:-}  # SET: further key=value of the pipeline
+THREADS=${THREADS:-1} PROMPTS=${PROMPTS:-32} TOKENS=${TOKENS:-48} SCREEN=${SCREEN:-6}
+SET=${SET:-}  # further key=value of the pipeline
 export OMP_NUM_THREADS=$THREADS TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 PYTHON="$VENV/bin/python"
 export PATH="$(cd "$VENV/bin" && pwd):$PATH"
@@ -31,8 +32,8 @@ for acceptance in raw temperature; do
   for budget in $BUDGETS; do policies+=",confidence:budget=$budget,acceptance=$acceptance"; done
 done
 ecospec-runtime bench --bundle "$RUN/bundle" --target "$RUN/target" --prompts "$RUN/bench.jsonl" \
-  --policies "$policies,ratio,auto" --max-new-tokens "$TOKENS" --screen 8 --temperature 0 --temperature 0.7 \
-  --threads "$THREADS" --json "$RUN/bench.json" --plots "$RUN/plots" | tee "$RUN/bench.txt"
+  --policies "$policies,ratio,throughput,auto" --max-new-tokens "$TOKENS" --screen "$SCREEN" --temperature 0 --temperature 0.7 \
+  --threads "$THREADS" --json "$RUN/bench.json" --plots "$RUN/plots" > "$RUN/bench.txt"
 
 step "generate"
 ecospec-runtime generate --bundle "$RUN/bundle" --target "$RUN/target" --threads "$THREADS" \
