@@ -48,5 +48,7 @@ def headline(metrics: dict[str, Any]) -> dict[str, float]:
 
 def describe_policy(tuned: Any) -> str:
     """Text form of a stored policy, as `--policy` takes it, numbers rounded for reading."""
+    if tuned.policy == "off":
+        return "off"
     parameters = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in tuned.parameters.items()}
     return str(PolicySpec(name=tuned.policy, parameters=parameters, acceptance=tuned.acceptance, depth=tuned.depth))

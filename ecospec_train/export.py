@@ -30,7 +30,7 @@ from ecospec_runtime.config import Config
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import git_commit, versions
 from ecospec_runtime.predictor import METRICS_FILE, PredictorManifest, load_manifest
-from ecospec_train.model_card import model_card
+from ecospec_train.model_card import PLOT, model_card, plot_replay
 
 PREDICTOR_FILES = ("predictor.onnx", "predictor.safetensors", "acceptance.json", METRICS_FILE)
 
@@ -73,7 +73,8 @@ def export(config: ExportConfig) -> Bundle:
             target=target, drafter=drafter, pool=fitted.pool, predictor=fitted, metrics=metrics,
             policies=list(policies), files={}, provenance=provenance(fitted),
         )  # fmt: skip
-        (folder / "README.md").write_text(model_card(manifest, policies), encoding="utf-8")
+        card = model_card(manifest, policies, plot_replay(policies, folder / PLOT))
+        (folder / "README.md").write_text(card, encoding="utf-8")
         write_manifest(folder, manifest)
     return load_bundle(config.out)
 

@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ecospec_runtime.bundle import DevicePolicy, Manifest
 from ecospec_runtime.inspection import describe_policy, headline
 
+PLOT = "replay.png"
+NAMES = {
+    "off": "plain decoding", "confidence": "best fixed budget", "confidence_temperature": "the same, one temperature",
+    "chosen": "this bundle's policy", "oracle": "with true routing",
+}  # fmt: skip
 
-def model_card(manifest: Manifest, policies: dict[str, DevicePolicy]) -> str:
-    """Markdown with the figures of the fit and of every device's policy."""
+
+def plot_replay(policies: dict[str, DevicePolicy], path: Path) -> bool:
+    """Bars of replayed speed over plain decoding, one group per device. False, and no file, without matplotlib or results."""
+    groups = {slug: replayed(p.results) for slug, p in policies.items()}
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    if not all(groups.values()):
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(len(groups), 1, figsize=(6.4, 2.4 * len(groups)), squeeze=False)
+    for axis, (slug, speeds) in zip(axes[:, 0], groups.items(), strict=True):
+        names = list(speeds)[::-1]
+        axis.barh([NAMES[n] for n in names], [speeds[n] for n in names],
+                  color=["#c05621" if n == "chosen" else "#4a7ba6" for n in names])  # fmt: skip
+        for i, name in enumerate(names):
+            axis.text(speeds[name], i, f" {speeds[name]:.2f}", va="center", fontsize=8)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_title(f"{slug}: speed over plain decoding, replayed", fontsize=9)
+        axis.tick_params(axis="y", labelsize=8)
+        axis.margins(x=0.12)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True
+
+
+def replayed(results: dict[str, Any]) -> dict[str, float]:
+    """Speed over plain decoding of every policy that `tune` replayed; empty if it left none."""
+    runs = results.get("replay") or {}
+    base = (runs.get("off") or {}).get("tokens_per_ms")
+    return {name: runs[name]["tokens_per_ms"] / base for name in NAMES if name in runs} if base else {}
+
+
+def model_card(manifest: Manifest, policies: dict[str, DevicePolicy], plotted: bool = False) -> str:
+    """Markdown with the figures of the fit and of every device's policy; `plotted`: with `PLOT` beside it."""
     t, d = manifest.target, manifest.drafter
     lines = [
         f"# EcoSpec bundle for {t.id}",
@@ -34,6 +77,8 @@ def model_card(manifest: Manifest, policies: dict[str, DevicePolicy]) -> str:
             f"| {figure(results, 'speedup_vs_off')} | {figure(results, 'speedup_vs_confidence')} |"
         )
     lines += ["", *(f"- {slug}: {tuned.reason}" for slug, tuned in policies.items() if tuned.reason)]
+    if plotted:
+        lines += ["", f"![Replayed speed of the policies]({PLOT})"]
     lines += ["", "## Predictor, on held-out text", "", "| figure | value |", "|---|---|"]
     lines += [f"| {name} | {value:.4g} |" for name, value in headline(manifest.metrics).items()]
     lines += ["", "All figures are in `metrics.json`.", "", *provenance_lines(manifest)]

@@ -70,6 +70,8 @@ def test_run_leaves_a_bundle_that_decodes(finished: Path) -> None:
     tuned = next(iter(bundle.policies.values()))
     assert tuned.reason
     assert {"speedup_vs_off", "speedup_vs_confidence"} <= set(tuned.results)
+    assert "replay.png" in bundle.manifest.files
+    assert "(replay.png)" in (bundle.folder / "README.md").read_text()
     texts = []
     for policy in ("off", "auto", "ratio"):
         stream = Engine.from_bundle(bundle, policy=policy).generate("def g(x):")
