@@ -133,20 +133,15 @@ def _emit_dots(rows: int, outputs: int, bf16: bool) -> Callable[..., Any]:
     def load(b: Any, address: Any, kind: Any) -> Any:
         return b.load(b.inttoptr(address, kind.as_pointer()), align=4)
 
-    def total(b: Any, vector: Any) -> Any:
-        width = LANES
-        while width > 1:
-            width //= 2
-            halves = [
-                b.shuffle_vector(
-                    vector,
-                    ir.Constant(vector.type, ir.Undefined),
-                    ir.Constant(ir.VectorType(i32, width), list(range(first, first + width))),
-                )
-                for first in (0, width)
-            ]
-            vector = b.fadd(*halves)
-        return b.extract_element(vector, ir.Constant(i32, 0))
+    def totals(b: Any, sums: list[Any]) -> Any:
+        """One vector with the sum of each of LANES vectors: ((0+4)+(2+6)) + ((1+5)+(3+7)), without crossing halves twice."""
+        half = len(sums) // 2
+        pairs = list(zip(sums[:half], sums[half:], strict=True))
+        for step, kept in ((4, (0, 1, 2, 3, 8, 9, 10, 11)), (2, (0, 1, 8, 9, 4, 5, 12, 13)), (1, (0, 2, 8, 10, 4, 6, 12, 14))):
+            masks = [ir.Constant(words, [lane + shift for lane in kept]) for shift in (0, step)]
+            sums = [b.fadd(*(b.shuffle_vector(*pair, mask) for mask in masks)) for pair in pairs]
+            pairs = list(zip(sums[::2], sums[1::2], strict=False))
+        return sums[0]
 
     def multiply_add(b: Any, total: Any, left: Any, right: Any) -> Any:
         return b.fadd(total, b.fmul(left, right, flags=("contract",)), flags=("contract",))
@@ -199,10 +194,15 @@ def _emit_dots(rows: int, outputs: int, bf16: bool) -> Callable[..., Any]:
         i.add_incoming(b.add(i, i64(LANES)), b.block)
         b.branch(loop)
         b.position_at_end(done)
+        flat = [value for row in sums for value in row]
+        flat += [ir.Constant(floats, ir.Undefined)] * (-len(flat) % LANES)
+        packs = [totals(b, flat[first : first + LANES]) for first in range(0, len(flat), LANES)]
+        result = ir.VectorType(f32, outputs)
         for t in range(rows):
-            for r in range(outputs):
-                address = b.add(out, b.add(b.mul(out_stride, i64(t)), i64(4 * r)))
-                b.store(total(b, sums[t][r]), b.inttoptr(address, f32.as_pointer()))
+            lanes = ir.Constant(ir.VectorType(i32, outputs), [t * outputs % LANES + r for r in range(outputs)])
+            pack = packs[t * outputs // LANES]
+            address = b.inttoptr(b.add(out, b.mul(out_stride, i64(t))), result.as_pointer())
+            b.store(b.shuffle_vector(pack, pack, lanes), address, align=4)
         return context.get_dummy_value()
 
     return codegen

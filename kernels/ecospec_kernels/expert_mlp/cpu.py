@@ -47,7 +47,7 @@ def _sort_pairs(index: int, pairs: int, experts: int, starts: int, order: int) -
     return True
 
 
-@numba.njit(nogil=True, fastmath={"contract"})
+@numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")  # a check for division by zero would not vectorise
 def _swiglu(gate_up: int, units: int, row: int) -> None:
     values, out = view(gate_up, 2 * units, np.float32), view(row, units, np.float32)
     for i in range(units):
