@@ -1,7 +1,9 @@
 """The trained predictor at decoding time: which experts each candidate will need, and whether it will be accepted.
 
 A predictor folder holds `predictor.onnx` (run here through onnxruntime), the same weights as `predictor.safetensors`,
-`acceptance.json`, `metrics.json` and `manifest.json`. Row 0 of every input is the root, the pool's nodes follow.
+`acceptance.json`, `metrics.json` and `manifest.json`. Row 0 of every input is the root, the pool's nodes follow. Inputs:
+`embedding` of the token, `parent` the embedding of its parent's token (zeros for the root), `state` of the drafter that
+proposed it, `scalars` log p, rank, depth and the entropy at that state.
 
 Legend: N rows (root and nodes), H target width, d drafter width, L MoE layers, E experts, K top-k.
 """
@@ -89,13 +91,16 @@ class Predictor:
     def predict(self, pool: Pool, embed: Embed) -> Prediction:
         """Predict for the root (row 0) and every node of a pool."""
         rows = np.concatenate(([0], pool.state_rows))
-        tokens = np.concatenate(([pool.root_token], pool.tokens))
-        return self.run(embed(tokens), pool.states[rows], node_scalars(pool))
+        embedding_NH = embed(np.concatenate(([pool.root_token], pool.tokens)))
+        parent_NH = embedding_NH[np.concatenate(([0], pool.parents + 1))]
+        parent_NH[0] = 0.0
+        return self.run(embedding_NH, parent_NH, pool.states[rows], node_scalars(pool))
 
-    def run(self, embedding_NH: Floats, state_Nd: Floats, scalars_N4: Floats) -> Prediction:
+    def run(self, embedding_NH: Floats, parent_NH: Floats, state_Nd: Floats, scalars_N4: Floats) -> Prediction:
         """Run the network on prepared inputs, any number of rows."""
         inputs = {
             "embedding": np.ascontiguousarray(embedding_NH, np.float32),
+            "parent": np.ascontiguousarray(parent_NH, np.float32),
             "state": np.ascontiguousarray(state_Nd, np.float32),
             "scalars": np.ascontiguousarray(scalars_N4, np.float32),
         }
@@ -135,7 +140,7 @@ def check_interface(path: Path, session: onnxruntime.InferenceSession, shapes: P
     """Compare the names and sizes of the ONNX graph with the manifest; UserError at the first difference."""
     found = {port.name: list(port.shape) for port in [*session.get_inputs(), *session.get_outputs()]}
     expected = {
-        "embedding": [shapes.hidden], "state": [shapes.state], "scalars": [SCALARS],
+        "embedding": [shapes.hidden], "parent": [shapes.hidden], "state": [shapes.state], "scalars": [SCALARS],
         "routing_logits": [shapes.layers, shapes.experts], "acceptance_logit": [],
     }  # fmt: skip
     for name, sizes in expected.items():

@@ -17,7 +17,7 @@ from ecospec_runtime.pool import Floats, pack_masks, path_products
 from ecospec_runtime.predictor import Prediction, Predictor, PredictorShapes, predicted_masks
 from ecospec_train.baselines import RoutingTable, distinct_tokens, hits, top_ids
 from ecospec_train.calibrate import calibration_error, log_loss
-from ecospec_train.predictor_data import NodeTable, NodeTables, positions_of
+from ecospec_train.predictor_data import NodeTable, NodeTables, network_inputs, positions_of
 
 CHUNK_POSITIONS = 32
 SET_SIZES = (4, 8)
@@ -77,8 +77,7 @@ class Evaluation:
     def add(self, table: NodeTable, positions: NDArray[np.int64]) -> None:
         """Judge some positions of a table."""
         rows = table.rows_of(positions)
-        states = table.states[table.state_rows[rows]].astype(np.float32)
-        prediction = self.predictor.run(self.embed(table.tokens[rows]), states, table.scalars[rows])
+        prediction = self.predictor.run(*network_inputs(table, rows, self.embed).values())
         self.positions += len(positions)
         self.nodes += len(rows) - len(positions)
         self.add_routing(table, rows, prediction)

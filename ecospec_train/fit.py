@@ -63,7 +63,6 @@ class FitConfig(Config):
     unreached_weight: float = Field(default=0.1, ge=0, le=1)  # of those nodes in the acceptance loss
     lr: float = Field(default=4e-3, gt=0)
     weight_decay: float = Field(default=0.05, ge=0)
-    acceptance_weight: float = Field(default=0.5, ge=0)
     heldout: float = Field(default=0.15, gt=0, lt=1)  # share of the prompts
     seed: int = 0
     devices: int = Field(default=1, ge=1)
@@ -95,9 +94,7 @@ class PlainProgress(Callback):
 def train(network: PredictorNetwork, data: PredictorData, config: FitConfig, logger: Logger | None) -> int:
     """Train in place; returns the epochs begun. Ctrl-C leaves the last checkpoint in `out/checkpoints` and is raised."""
     steps = config.epochs * max(1, len(data.fit_stream))
-    module = PredictorModule(
-        network, steps, config.lr, config.weight_decay, config.acceptance_weight, config.max_seconds
-    )
+    module = PredictorModule(network, steps, config.lr, config.weight_decay, config.max_seconds)
     terminal = sys.stderr.isatty()
     callbacks: list[Callback] = [ModelCheckpoint(config.out / "checkpoints", save_last=True, save_top_k=0)]
     if not terminal:

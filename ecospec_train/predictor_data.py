@@ -33,6 +33,7 @@ class Batch:
     """Rows of several positions. Sibling groups are numbered within the batch; a root is a group of weight 0."""
 
     embedding: Tensor  # [N, H]
+    parent: Tensor  # [N, H] embedding of the parent's token, zeros for roots
     state: Tensor  # [N, d]
     scalars: Tensor  # [N, 4]
     routing: Tensor  # [N, L, K] int64
@@ -179,15 +180,23 @@ def positions_of(table: NodeTable, prompts: set[int]) -> Ints:
     return np.flatnonzero(np.isin(table.prompt_ids, list(prompts)))
 
 
+def network_inputs(table: NodeTable, rows: Ints, embed: Embed) -> dict[str, Floats]:
+    """What the network reads of some rows: see `ecospec_runtime.predictor`."""
+    parents = table.parents[rows]
+    parent = embed(table.tokens[np.maximum(parents, 0)])
+    parent[parents < 0] = 0.0
+    return {"embedding": embed(table.tokens[rows]), "parent": parent,
+            "state": table.states[table.state_rows[rows]].astype(np.float32), "scalars": table.scalars[rows]}  # fmt: skip
+
+
 def make_batch(table: NodeTable, rows: Ints, embed: Embed, unreached_weight: float = 0.0) -> Batch:
     """Collect rows of a table, siblings always together. Nodes with an unreached parent weigh `unreached_weight`."""
     parents = table.parents[rows]
     weight = np.where(parents < 0, 0.0, np.maximum(table.weight[rows], unreached_weight)).astype(np.float32)
     _, group = np.unique(np.where(parents >= 0, parents, -1 - np.arange(len(rows))), return_inverse=True)
     return Batch(
-        embedding=torch.from_numpy(embed(table.tokens[rows])),
-        state=torch.from_numpy(table.states[table.state_rows[rows]].astype(np.float32)),
-        scalars=torch.from_numpy(table.scalars[rows]), routing=torch.from_numpy(table.routing[rows].astype(np.int64)),
+        **{name: torch.from_numpy(value) for name, value in network_inputs(table, rows, embed).items()},
+        routing=torch.from_numpy(table.routing[rows].astype(np.int64)),
         group=torch.from_numpy(group), label=torch.from_numpy(table.label[rows]),
         weight=torch.from_numpy(weight), groups=len(rows),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import ONNX_FILE, SCALARS, WEIGHTS_FILE, check_interface, open_session
 from ecospec_train.predictor_model import PredictorNetwork
 
+INPUTS = ("embedding", "parent", "state", "scalars")
 TOLERANCE = 1e-3  # relative to the largest output; float32 in both
 
 
@@ -36,12 +37,11 @@ def export_network(network: PredictorNetwork, folder: Path) -> None:
     os.replace(folder / f".{WEIGHTS_FILE}", folder / WEIGHTS_FILE)
 
 
-def example(network: PredictorNetwork, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def example(network: PredictorNetwork, rows: int) -> tuple[torch.Tensor, ...]:
     """Random inputs of `rows` rows."""
     generator = torch.Generator().manual_seed(rows)
-    sizes = (network.shapes.hidden, network.shapes.state, SCALARS)
-    a, b, c = (torch.randn(rows, size, generator=generator) for size in sizes)
-    return a, b, c
+    sizes = (network.shapes.hidden, network.shapes.hidden, network.shapes.state, SCALARS)
+    return tuple(torch.randn(rows, size, generator=generator) for size in sizes)
 
 
 def export_onnx(network: PredictorNetwork, path: Path) -> None:
@@ -55,7 +55,7 @@ def export_onnx(network: PredictorNetwork, path: Path) -> None:
             warnings.simplefilter("ignore")
             torch.onnx.export(
                 network, example(network, 3), str(path), dynamo=True, external_data=False, verbose=False,
-                dynamic_shapes=({0: rows}, {0: rows}, {0: rows}), input_names=["embedding", "state", "scalars"],
+                dynamic_shapes=({0: rows},) * len(INPUTS), input_names=list(INPUTS),
                 output_names=["routing_logits", "acceptance_logit"],
             )  # fmt: skip
     finally:
@@ -68,8 +68,7 @@ def check_export(network: PredictorNetwork, path: Path) -> None:
     check_interface(path, session, network.shapes)
     for rows in (1, 2, 49):
         inputs = example(network, rows)
-        names = ("embedding", "state", "scalars")
-        feed = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
+        feed = {name: value.numpy() for name, value in zip(INPUTS, inputs, strict=True)}
         found = session.run(["routing_logits", "acceptance_logit"], feed)
         with torch.inference_mode():
             expected = [value.numpy() for value in network(*inputs)]

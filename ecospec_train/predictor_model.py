@@ -1,7 +1,7 @@
 """The predictor network and its Lightning training: expert routing and acceptance from what the drafter knows.
 
-One trunk over (token embedding, drafter state that proposed the token, four scalars), a routing head over layers * experts
-and an acceptance head. All matrices have one side of `width`, so cost stays low-rank for targets with many experts.
+Inputs are the token's embedding, its parent's, the drafter state that proposed it and four scalars. All large matrices have
+one side of `width`, so cost stays low-rank for targets with many experts.
 
 Legend: N rows (roots and nodes of many pools), H target width, d drafter width, L MoE layers, E experts, K top-k,
 W trunk width, G sibling groups.
@@ -22,36 +22,62 @@ from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import SCALARS, PredictorShapes
 from ecospec_train.predictor_data import Batch
 
-SCALAR_UNITS = (4.0, 4.0, 4.0, 4.0)  # divisors that bring log p, rank, depth and entropy near unit size
+SCALAR_UNIT = 4.0  # divisor that brings log p, rank, depth and entropy near unit size
+ACCEPTANCE_WIDTH, ACCEPTANCE_HIDDEN = 16, 32
+INPUT_DROPOUT, HIDDEN_DROPOUT = 0.4, 0.2  # without them the head learns the fit prompts by heart
+
+
+class AcceptanceHead(nn.Module):
+    """Acceptance logit: linear in the scalars, corrected by what token and state say. Starts as the drafter's log p.
+
+    Small, and apart from the routing trunk: a few thousand reached nodes are soon learned by heart.
+    """
+
+    def __init__(self, shapes: PredictorShapes):
+        super().__init__()
+        self.linear = nn.Linear(SCALARS, 1)
+        self.token = nn.Linear(shapes.hidden, ACCEPTANCE_WIDTH)
+        self.state = nn.Linear(shapes.state, ACCEPTANCE_WIDTH)
+        self.hidden = nn.Linear(ACCEPTANCE_WIDTH + SCALARS, ACCEPTANCE_HIDDEN)
+        self.correction = nn.Linear(ACCEPTANCE_HIDDEN, 1)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.tensor([[SCALAR_UNIT, 0.0, 0.0, 0.0]]))
+            self.linear.bias.zero_()
+            self.correction.weight.zero_()
+            self.correction.bias.zero_()
+
+    def forward(self, embedding_NH: Tensor, state_Nd: Tensor, scalars_N4: Tensor) -> Tensor:
+        """Logits `[N]` from normalised inputs."""
+        token = self.token(F.dropout(embedding_NH, INPUT_DROPOUT, self.training))
+        state = self.state(F.dropout(state_Nd, INPUT_DROPOUT, self.training))
+        mixed = F.dropout(F.silu(token + state), HIDDEN_DROPOUT, self.training)
+        hidden = F.silu(self.hidden(torch.cat([mixed, scalars_N4], -1)))
+        return (self.linear(scalars_N4) + self.correction(hidden)).squeeze(-1)
 
 
 class PredictorNetwork(nn.Module):
-    """Two-layer trunk with a linear path around it, linear heads. The acceptance head starts as the drafter's own log p."""
-
-    scalar_units: Tensor
+    """Routing: a two-layer trunk with a linear path around it and a linear head. Acceptance: a small head of its own."""
 
     def __init__(self, shapes: PredictorShapes, width: int):
         super().__init__()
         self.shapes = shapes
-        self.register_buffer("scalar_units", torch.tensor(SCALAR_UNITS))
-        self.inputs = nn.Linear(shapes.hidden + shapes.state + SCALARS, width)
+        self.inputs = nn.Linear(2 * shapes.hidden + shapes.state + SCALARS, width)
         self.middle = nn.Linear(width, width)
         self.routing = nn.Linear(width, shapes.layers * shapes.experts)
-        self.acceptance = nn.Linear(width + SCALARS, 1)
-        with torch.no_grad():
-            self.acceptance.weight.zero_()
-            self.acceptance.weight[0, width] = SCALAR_UNITS[0]
-            self.acceptance.bias.zero_()
+        self.acceptance = AcceptanceHead(shapes)
 
-    def forward(self, embedding_NH: Tensor, state_Nd: Tensor, scalars_N4: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, embedding_NH: Tensor, parent_NH: Tensor, state_Nd: Tensor, scalars_N4: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Routing logits `[N, L, E]` and acceptance logits `[N]`."""
-        scalars = scalars_N4 / self.scalar_units
+        scalars = scalars_N4 / SCALAR_UNIT
         embedding = F.layer_norm(embedding_NH, (self.shapes.hidden,))
+        parent = F.layer_norm(parent_NH, (self.shapes.hidden,))
         state = F.layer_norm(state_Nd, (self.shapes.state,))
-        x_NW = self.inputs(torch.cat([embedding, state, scalars], -1))
+        x_NW = self.inputs(torch.cat([embedding, parent, state, scalars], -1))
         h_NW = x_NW + F.silu(self.middle(F.silu(x_NW)))  # the linear path helps rare tokens
         routing = self.routing(h_NW).unflatten(-1, (self.shapes.layers, self.shapes.experts))
-        return routing, self.acceptance(torch.cat([h_NW, scalars], -1)).squeeze(-1)
+        return routing, self.acceptance(embedding, state, scalars)
 
 
 def routing_loss(logits_NLE: Tensor, routing_NLK: Tensor) -> Tensor:
@@ -85,10 +111,10 @@ class PredictorModule(L.LightningModule):
     """AdamW under a cosine schedule that follows steps or the time budget, whichever is further."""
 
     def __init__(self, network: PredictorNetwork, steps: int, lr: float, weight_decay: float,
-                 acceptance_weight: float, max_seconds: float | None):  # fmt: skip
+                 max_seconds: float | None):  # fmt: skip
         super().__init__()
         self.network, self.steps, self.max_seconds = network, steps, max_seconds
-        self.lr, self.weight_decay, self.acceptance_weight = lr, weight_decay, acceptance_weight
+        self.lr, self.weight_decay = lr, weight_decay
         self.started = time.monotonic()
 
     def on_fit_start(self) -> None:
@@ -105,19 +131,19 @@ class PredictorModule(L.LightningModule):
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Routing loss, acceptance loss and routing logits of a batch."""
-        routing_logits, acceptance_logits = self.network(batch.embedding, batch.state, batch.scalars)
+        routing_logits, acceptance_logits = self.network(batch.embedding, batch.parent, batch.state, batch.scalars)
         routing = routing_loss(routing_logits, batch.routing)
         accepted = acceptance_loss(acceptance_logits, batch.group, batch.label, batch.weight, batch.groups)
         return routing, accepted, routing_logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Weighted sum of both losses. UserError when it is not finite: the traces hold NaN or infinite values."""
+        """Sum of both losses. UserError when it is not finite: the traces hold NaN or infinite values."""
         progress = self.progress()
         scale = min(1.0, (self.global_step + 1) / 20) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = self.lr * scale
         routing, accepted, _ = self.losses(batch)
-        loss = routing + self.acceptance_weight * accepted
+        loss = routing + accepted  # no parameter is shared
         if not torch.isfinite(loss):
             raise UserError(
                 f"loss is not finite at step {self.global_step}: harvest the traces again or lower lr={self.lr}"

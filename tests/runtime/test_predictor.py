@@ -32,7 +32,7 @@ def network() -> PredictorNetwork:
     """A random network whose heads all matter."""
     torch.manual_seed(0)
     net = PredictorNetwork(SHAPES, 16)
-    torch.nn.init.normal_(net.acceptance.weight)
+    torch.nn.init.normal_(net.acceptance.correction.weight)
     return net.eval()
 
 
@@ -85,13 +85,15 @@ def members(mask: int) -> list[set[int]]:
 def test_scorer_agrees_with_the_network_row_by_row(folder: Path) -> None:
     found = Scorer(Predictor.from_folder(folder), "head", LAYERS, EXPERTS).score(pool(), embed, True)
     p, net = pool(), network()
-    rows = [(p.root_token, 0, [0.0, 0.0, 0.0, p.entropies[0]])]
+    rows: list[tuple[int, int | None, int, list[float]]] = [(p.root_token, None, 0, [0.0, 0.0, 0.0, p.entropies[0]])]
     for i in range(NODES):
         row = int(p.state_rows[i])
-        rows.append((int(p.tokens[i]), row, [p.log_probs[i], p.ranks[i], p.depths[i], p.entropies[row]]))
+        parent = p.root_token if p.parents[i] < 0 else int(p.tokens[p.parents[i]])
+        rows.append((int(p.tokens[i]), parent, row, [p.log_probs[i], p.ranks[i], p.depths[i], p.entropies[row]]))
     masks, logits = [], []
-    for token, row, scalars in rows:
-        inputs = (EMBEDDING[[token]], p.states[[row]], np.array([scalars], np.float32))
+    for token, parent, row, scalars in rows:
+        before = EMBEDDING[[parent]] if parent is not None else np.zeros((1, HIDDEN), np.float32)
+        inputs = (EMBEDDING[[token]], before, p.states[[row]], np.array([scalars], np.float32))
         with torch.inference_mode():
             routing, logit = net(*map(torch.from_numpy, inputs))
         masks += pack_masks(routing.topk(TOP_K).indices.numpy(), EXPERTS)
@@ -207,6 +209,8 @@ def test_export_is_compared_with_torch(folder: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 300])
 def test_any_number_of_rows(folder: Path, rows: int) -> None:
-    prediction = Predictor.from_folder(folder).run(*(np.zeros((rows, size), np.float32) for size in (HIDDEN, WIDTH, 4)))
+    prediction = Predictor.from_folder(folder).run(
+        *(np.zeros((rows, size), np.float32) for size in (HIDDEN, HIDDEN, WIDTH, 4))
+    )
     assert prediction.routing_logits.shape == (rows, LAYERS, EXPERTS)
     assert prediction.acceptance_logits.shape == (rows,)

@@ -192,7 +192,8 @@ def test_perfect_routing_logits_have_full_recall_and_least_loss() -> None:
 def test_acceptance_starts_as_the_drafters_own_log_p(report: FitReport) -> None:
     net = PredictorNetwork(Predictor.from_folder(report.predictor).shapes, 16)
     scalars = torch.tensor([[-1.5, 2.0, 3.0, 0.5]])
-    _, logit = net(torch.randn(1, net.shapes.hidden), torch.randn(1, net.shapes.state), scalars)
+    embedding, parent = torch.randn(2, 1, net.shapes.hidden)
+    _, logit = net(embedding, parent, torch.randn(1, net.shapes.state), scalars)
     assert logit.item() == pytest.approx(-1.5)
 
 

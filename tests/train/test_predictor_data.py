@@ -122,7 +122,10 @@ def test_groups_are_the_children_of_one_parent(traces: Traces) -> None:
     same = batch.group[:, None] == batch.group[None]
     expected = (parents[:, None] == parents[None]) & (parents[:, None] >= 0) | np.eye(len(rows), dtype=bool)
     assert (same.numpy() == expected).all()
-    assert torch.equal(batch.embedding, torch.from_numpy(World().embedding[table.tokens[rows]].astype(np.float32)))
+    embedding = torch.from_numpy(World().embedding.astype(np.float32))
+    assert torch.equal(batch.embedding, embedding[table.tokens[rows]])
+    assert torch.equal(batch.parent[parents < 0], torch.zeros(3, HIDDEN))
+    assert torch.equal(batch.parent[parents >= 0], embedding[table.tokens[parents[parents >= 0]]])
 
 
 def test_token_table_counts_and_backs_off_to_popularity() -> None:
@@ -180,7 +183,7 @@ class Oracle:
     def __init__(self, table: NodeTable, wrong: int = 0):
         self.table, self.wrong, self.next = table, wrong, 0
 
-    def run(self, embedding: np.ndarray, state: np.ndarray, scalars: np.ndarray) -> Prediction:
+    def run(self, embedding: np.ndarray, *rest: np.ndarray) -> Prediction:
         """Rows are asked for in order."""
         rows = slice(self.next, self.next + len(embedding))
         self.next += len(embedding)
