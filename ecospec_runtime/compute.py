@@ -1,9 +1,9 @@
 """Puts EcoSpec's kernels into a loaded target, through transformers' own seams and module classes.
 
-Every model: the experts function "ecospec", which reads each touched expert once. A bfloat16 model on a CPU also gets
-few-row linear layers, routers, norms and attention: a pass then costs what its weights cost to read, and a token's
-result does not depend on the tokens verified beside it. float32 keeps torch's own operations, so that its tokens stay
-those of `generate`.
+Every model: the experts function "ecospec", which reads each touched expert once. On a CPU its weights move to huge
+pages. A bfloat16 model there also gets few-row linear layers, routers, norms and attention: a pass then costs what its
+weights cost to read, and a token's result does not depend on the tokens verified beside it. float32 keeps torch's own
+operations, so that its tokens stay those of `generate`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ecospec_kernels import dispatch
 from ecospec_kernels.expert_mlp.reference import module_experts
+from ecospec_kernels.pages import use_huge_pages
 
 NAME = "ecospec"
 
@@ -135,7 +136,11 @@ def install(model: Any, device: str | torch.device | None = None) -> None:
     if hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
         _experts(model)
     place = torch.device(device) if device is not None else next(model.parameters()).device
-    if place.type != "cpu" or model.dtype != torch.bfloat16 or not dispatch.ENABLED:
+    if place.type != "cpu" or not dispatch.ENABLED:
+        return
+    for parameter in model.parameters():
+        use_huge_pages(parameter)
+    if model.dtype != torch.bfloat16:
         return
     _attention(model)
     classes: dict[type, type | None] = {}

@@ -27,7 +27,8 @@ from numba.extending import intrinsic
 
 LANES = 8  # fp32 numbers in one vector
 BLOCK = 8  # outputs computed together, so that n > 4 rows re-read their weights from the first-level cache
-PREFETCH = 4096  # bytes ahead of the weights being read
+PREFETCH = 2048  # bytes ahead of the weights being read
+CACHE_LINE = 64  # bytes
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -223,8 +224,12 @@ def _dots(rows: int, outputs: int, bf16: bool) -> Any:
 
 
 def _make_matmul(bf16: bool) -> Any:
-    """`matmul` for one weight type. 2-8 outputs side by side keep 6-8 independent sums in flight, which hides latency."""
-    one, two, three, four = _dots(1, 8, bf16), _dots(2, 4, bf16), _dots(3, 2, bf16), _dots(4, 2, bf16)
+    """`matmul` for one weight type.
+
+    Two outputs side by side, whatever the rows: more would hide more of the latency of sums (4-8: faster on weights that
+    lie in a cache), but reads that jump between more rows of a weight come slower from memory, which decides.
+    """
+    one, two, three, four = _dots(1, 2, bf16), _dots(2, 2, bf16), _dots(3, 2, bf16), _dots(4, 2, bf16)
 
     @numba.njit(nogil=True)
     def matmul(w: int, stride: int, words: int, first: int, outputs: int, x: int, x_stride: int, plane: int, n: int,
@@ -234,23 +239,19 @@ def _make_matmul(bf16: bool) -> Any:
             o = min(begin, outputs - BLOCK)  # the last block may overlap the one before: same values again
             t = 0
             while t < n:
-                left = n - t
                 xt, at = x + t * x_stride, out + t * out_stride + o * 4
-                if left >= 4:
-                    for r in range(0, BLOCK, 2):
-                        four(w + (o + r) * stride, stride, words, xt, x_stride, plane, at + r * 4, out_stride)
-                    t += 4
-                elif left == 3:
-                    for r in range(0, BLOCK, 2):
-                        three(w + (o + r) * stride, stride, words, xt, x_stride, plane, at + r * 4, out_stride)
-                    t += 3
-                elif left == 2:
-                    for r in range(0, BLOCK, 4):
-                        two(w + (o + r) * stride, stride, words, xt, x_stride, plane, at + r * 4, out_stride)
-                    t += 2
-                else:
-                    one(w + o * stride, stride, words, xt, x_stride, plane, at, out_stride)
-                    t += 1
+                rows = min(4, n - t)
+                for r in range(0, BLOCK, 2):
+                    wr, to = w + (o + r) * stride, at + r * 4
+                    if rows == 4:
+                        four(wr, stride, words, xt, x_stride, plane, to, out_stride)
+                    elif rows == 3:
+                        three(wr, stride, words, xt, x_stride, plane, to, out_stride)
+                    elif rows == 2:
+                        two(wr, stride, words, xt, x_stride, plane, to, out_stride)
+                    else:
+                        one(wr, stride, words, xt, x_stride, plane, to, out_stride)
+                t += rows
 
     return matmul
 
@@ -321,9 +322,9 @@ _local = threading.local()
 
 
 def workspace(count: int) -> int:
-    """Address of at least `count` fp32 numbers that belong to this thread until its next call."""
+    """Address (a multiple of CACHE_LINE) of at least `count` fp32 numbers, this thread's until its next call."""
     buffer = getattr(_local, "buffer", None)
-    if buffer is None or buffer.size < count:
-        _local.buffer = buffer = np.empty(max(count, 1 << 14), np.float32)
-        _local.address = buffer.ctypes.data
+    if buffer is None or buffer.size < count + CACHE_LINE // 4:
+        _local.buffer = buffer = np.empty(max(count, 1 << 14) + CACHE_LINE // 4, np.float32)
+        _local.address = -(-buffer.ctypes.data // CACHE_LINE) * CACHE_LINE
     return _local.address  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ecospec_kernels.blocks import (
+    CACHE_LINE,
     LANES,
     compiled,
     exp,
@@ -63,8 +64,8 @@ def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int,
     in_plane, mid_plane = plane_length(hidden, planes), plane_length(units, planes)
     in_stride, mid_stride = 4 * planes * in_plane, 4 * planes * mid_plane
     starts, order = scratch, scratch + 8 * (experts + 2)  # the layout that _scratch_size counts
-    row = order + 8 * n * slots
-    packed_in = row + 4 * max(hidden, units)
+    row = (order + 8 * n * slots + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE  # aligned vectors do not straddle lines
+    packed_in = row + 4 * plane_length(max(hidden, units), 1)
     packed_mid = packed_in + n * in_stride
     inner = packed_mid + n * mid_stride
     outer = inner + 8 * n * units
@@ -99,7 +100,7 @@ def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int,
 
 def _scratch_size(n: int, hidden: int, units: int, slots: int, experts: int) -> int:
     """fp32 numbers that `_experts` needs."""
-    return 2 * (experts + 2 + n * slots) + max(hidden, units) + n * (2 * hidden + 3 * units + 4 * LANES)
+    return 2 * (experts + 2 + n * slots) + CACHE_LINE // 4 + max(hidden, units) + LANES + n * (2 * hidden + 3 * units + 4 * LANES)
 
 
 @compiled
