@@ -138,7 +138,11 @@ def _emit_dots(rows: int, outputs: int, bf16: bool) -> Callable[..., Any]:
         """One vector with the sum of each of LANES vectors: ((0+4)+(2+6)) + ((1+5)+(3+7)), without crossing halves twice."""
         half = len(sums) // 2
         pairs = list(zip(sums[:half], sums[half:], strict=True))
-        for step, kept in ((4, (0, 1, 2, 3, 8, 9, 10, 11)), (2, (0, 1, 8, 9, 4, 5, 12, 13)), (1, (0, 2, 8, 10, 4, 6, 12, 14))):
+        for step, kept in (
+            (4, (0, 1, 2, 3, 8, 9, 10, 11)),
+            (2, (0, 1, 8, 9, 4, 5, 12, 13)),
+            (1, (0, 2, 8, 10, 4, 6, 12, 14)),
+        ):
             masks = [ir.Constant(words, [lane + shift for lane in kept]) for shift in (0, step)]
             sums = [b.fadd(*(b.shuffle_vector(*pair, mask) for mask in masks)) for pair in pairs]
             pairs = list(zip(sums[::2], sums[1::2], strict=False))

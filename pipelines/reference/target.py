@@ -137,14 +137,19 @@ class TargetModule(L.LightningModule):
         for name, p in self.model.named_parameters():
             (matrices if p.ndim >= 2 and "embed" not in name and "mlp.gate." not in name else rest).append(p)
         muon = Muon([{"params": matrices, "base_lr": self.lr}], lr=self.lr)
-        adam = torch.optim.AdamW([{"params": rest, "base_lr": self.lr}], lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        adam = torch.optim.AdamW(
+            [{"params": rest, "base_lr": self.lr}], lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0
+        )
         return [muon, adam]
 
 
 def save_target(model: Qwen3MoeForCausalLM, corpus: Path, out: Path) -> None:
     """Write the transformers folder: bf16 safetensors, config, tokenizer."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(corpus / "tokenizer.json"), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+        tokenizer_file=str(corpus / "tokenizer.json"),
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
     )
     state = {k: v.detach().to(torch.bfloat16) for k, v in model.state_dict().items() if k != "lm_head.weight"}
     copy = Qwen3MoeForCausalLM(target_config()).to(torch.bfloat16)

@@ -100,7 +100,13 @@ def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int,
 
 def _scratch_size(n: int, hidden: int, units: int, slots: int, experts: int) -> int:
     """fp32 numbers that `_experts` needs."""
-    return 2 * (experts + 2 + n * slots) + CACHE_LINE // 4 + max(hidden, units) + LANES + n * (2 * hidden + 3 * units + 4 * LANES)
+    return (
+        2 * (experts + 2 + n * slots)
+        + CACHE_LINE // 4
+        + max(hidden, units)
+        + LANES
+        + n * (2 * hidden + 3 * units + 4 * LANES)
+    )
 
 
 @compiled
