@@ -106,7 +106,7 @@ def measure(contestants: Sequence[Contestant], plan: Plan, tick: Callable[[], No
 def slower(contestants: Sequence[Contestant], temperature: float, samples: Samples) -> set[str]:
     """Labels of `confidence` policies that need not go on: per acceptance model, all but those near the fastest."""
     out: set[str] = set()
-    fixed = [c for c in contestants if c.spec.name == "confidence"]
+    fixed = [c for c in contestants if c.spec.name == "confidence" and not c.label.endswith("(tuned)")]
     for kind in {c.acceptance for c in fixed}:
         rates = {c.label: rate(samples[c.label, temperature]) for c in fixed if c.acceptance == kind}
         ranked = sorted(rates, key=rates.__getitem__, reverse=True)
