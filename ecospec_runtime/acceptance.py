@@ -86,15 +86,16 @@ def node_scalars(pool: Pool) -> Floats:
 
 def clean_scalars(scalars_n4: Floats) -> Floats:
     """Make scalars finite, in place: see `node_scalars`."""
-    np.nan_to_num(scalars_n4, copy=False, nan=0.0, posinf=0.0, neginf=LOG_P_FLOOR)
+    if not np.isfinite(scalars_n4).all():
+        np.nan_to_num(scalars_n4, copy=False, nan=0.0, posinf=0.0, neginf=LOG_P_FLOOR)
     np.maximum(scalars_n4[:, 0], LOG_P_FLOOR, out=scalars_n4[:, 0])
     return scalars_n4
 
 
 def raw(log_probs: Floats) -> Floats:
     """The drafter's own probability `[n]`, in [0, 1]; an undefined one is 0."""
-    with np.errstate(over="ignore"):
-        return np.nan_to_num(np.exp(np.minimum(log_probs, 0.0)), nan=0.0).astype(np.float32)
+    own = np.exp(np.minimum(log_probs, 0.0))
+    return np.where(np.isnan(own), 0.0, own).astype(np.float32)
 
 
 def at_temperature(log_probs: Floats, log_normalizers: Floats, temperature: float) -> Floats:
@@ -116,7 +117,7 @@ def sibling_softmax(logits: Floats, parents: Ints) -> Floats:
     `parents` may be any non-negative group ids plus one: -1 is the root. A NaN logit stays NaN and its siblings ignore it.
     """
     weights = np.exp(np.clip(logits.astype(np.float64), -LOGIT_BOUND, LOGIT_BOUND))
-    totals = np.bincount(parents + 1, np.nan_to_num(weights, nan=0.0))
+    totals = np.bincount(parents + 1, np.where(np.isnan(weights), 0.0, weights))
     return (weights / (1.0 + totals[parents + 1])).astype(np.float32)
 
 

@@ -53,6 +53,7 @@ class PredictorManifest(BaseModel):
 
     schema_version: Literal[1] = 1
     shapes: PredictorShapes
+    shrinkage: float = Field(default=0.0, ge=0, le=1)  # see `shrink`
     target: dict[str, object]  # as the traces recorded it: id, architecture, fingerprint, ...
     drafter: dict[str, object]
     pool: PoolConfig = PoolConfig()  # of the traces: the trees that decoding must grow for replayed policies to hold
@@ -94,7 +95,9 @@ class Predictor:
         embedding_NH = embed(np.concatenate(([pool.root_token], pool.tokens)))
         parent_NH = embedding_NH[np.concatenate(([0], pool.parents + 1))]
         parent_NH[0] = 0.0
-        return self.run(embedding_NH, parent_NH, pool.states[rows], node_scalars(pool))
+        prediction = self.run(embedding_NH, parent_NH, pool.states[rows], node_scalars(pool))
+        shrink(prediction.routing_logits, self.manifest.shrinkage)
+        return prediction
 
     def run(self, embedding_NH: Floats, parent_NH: Floats, state_Nd: Floats, scalars_N4: Floats) -> Prediction:
         """Run the network on prepared inputs, any number of rows."""
@@ -148,6 +151,18 @@ def check_interface(path: Path, session: onnxruntime.InferenceSession, shapes: P
             raise UserError(f"{path}: no input or output named {name}; run `ecospec-train fit` again")
         if found[name][1:] != sizes:
             raise UserError(f"{path}: {name} has sizes {found[name][1:]} where manifest.json says {sizes}")
+
+
+def shrink(routing_logits_NLE: Floats, share: float) -> None:
+    """Add `share` of the pool's mean logits to every row, in place.
+
+    The nodes of a pool share their context, so the mean is sure of what single rows guess at. Independent errors make
+    the predicted union too large; this takes the bias away. A mean that is not finite is left out.
+    """
+    if share > 0:
+        mean_LE = routing_logits_NLE.mean(0)
+        if np.isfinite(mean_LE).all():
+            routing_logits_NLE += np.float32(share) * mean_LE
 
 
 def predicted_masks(routing_logits_NLE: Floats, top_k: int) -> list[int]:

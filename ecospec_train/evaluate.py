@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 from ecospec_runtime import acceptance
 from ecospec_runtime.acceptance import AcceptanceModel
 from ecospec_runtime.pool import Floats, pack_masks, path_products
-from ecospec_runtime.predictor import Prediction, Predictor, PredictorShapes, predicted_masks
+from ecospec_runtime.predictor import Prediction, Predictor, PredictorShapes, predicted_masks, shrink
 from ecospec_train.baselines import RoutingTable, distinct_tokens, hits, top_ids
 from ecospec_train.calibrate import calibration_error, log_loss
 from ecospec_train.predictor_data import NodeTable, NodeTables, network_inputs, positions_of
 
 CHUNK_POSITIONS = 32
 SET_SIZES = (4, 8)
+SHRINKAGES = (0.0, 0.05, 0.1, 0.15, 0.2)
+SHRINKAGE_POSITIONS = 256
 
 
 def routing_table(tables: NodeTables, fit: set[int], heldout: set[int], shapes: PredictorShapes) -> RoutingTable:
@@ -64,6 +66,57 @@ def acceptance_of(kind: acceptance.AcceptanceKind, table: NodeTable, rows: NDArr
     return acceptance.raw(log_p)
 
 
+def pools_of(table: NodeTable, rows: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """First and last row (excluded) of every position among rows that hold whole positions."""
+    roots = np.flatnonzero(table.parents[rows] < 0).tolist()
+    return list(zip(roots, [*roots[1:], len(rows)], strict=True))
+
+
+def union_errors(
+    table: NodeTable, rows: NDArray[np.int64], routing_logits_NLE: Floats, accepted_N: Floats
+) -> dict[str, Floats]:
+    """Relative error of the predicted number of distinct experts, per position, for typical verification sets.
+
+    Sets: root and the 4 or 8 nodes of highest reach by `accepted_N`; root and the nodes truly reached (`path`).
+    """
+    predicted = predicted_masks(routing_logits_NLE, table.routing.shape[-1])
+    true = pack_masks(table.routing[rows], routing_logits_NLE.shape[-1])
+    errors: dict[str, list[float]] = defaultdict(list)
+    for start, end in pools_of(table, rows):
+        parents = table.parents[rows[start + 1 : end]] - rows[start] - 1
+        order = np.argsort(-path_products(accepted_N[start + 1 : end], parents), kind="stable")
+        sets = {str(size): order[:size] for size in SET_SIZES}
+        sets["path"] = np.flatnonzero(table.reached[rows[start + 1 : end]])
+        for name, chosen in sets.items():
+            guess = truth = 0
+            for i in [start, *(chosen + start + 1)]:
+                guess |= predicted[i]
+                truth |= true[i]
+            errors[name].append(guess.bit_count() / truth.bit_count() - 1)
+    return {name: np.array(values, np.float32) for name, values in errors.items()}
+
+
+def choose_shrinkage(predictor: Predictor, tables: NodeTables, prompts: set[int]) -> float:
+    """The share of `SHRINKAGES` with the least union error on up to `SHRINKAGE_POSITIONS` positions of the prompts."""
+    totals = np.zeros(len(SHRINKAGES))
+    left = SHRINKAGE_POSITIONS
+    for table in tables:
+        found = positions_of(table, prompts)
+        positions = found[:: -(-len(found) // left)] if left and len(found) else found[:0]
+        left -= len(positions)
+        for start in range(0, len(positions), CHUNK_POSITIONS):
+            rows = table.rows_of(positions[start : start + CHUNK_POSITIONS])
+            prediction = predictor.run(*network_inputs(table, rows, tables.embed).values())
+            accepted = acceptance.raw(table.scalars[rows, 0])
+            for i, share in enumerate(SHRINKAGES):
+                logits = prediction.routing_logits.copy()
+                for first, last in pools_of(table, rows):
+                    shrink(logits[first:last], share)
+                errors = union_errors(table, rows, logits, accepted)
+                totals[i] += sum(float(np.abs(values).sum()) for values in errors.values())
+    return SHRINKAGES[int(totals.argmin())]
+
+
 class Evaluation:
     """Accumulates routing, union and acceptance measures over chunks of held-out positions."""
 
@@ -80,6 +133,8 @@ class Evaluation:
         prediction = self.predictor.run(*network_inputs(table, rows, self.embed).values())
         self.positions += len(positions)
         self.nodes += len(rows) - len(positions)
+        for start, end in pools_of(table, rows):
+            shrink(prediction.routing_logits[start:end], self.predictor.manifest.shrinkage)
         self.add_routing(table, rows, prediction)
         head = self.add_acceptance(table, rows, prediction)
         self.add_unions(table, rows, prediction, head)
@@ -125,24 +180,10 @@ class Evaluation:
         return out
 
     def add_unions(self, table: NodeTable, rows: NDArray[np.int64], prediction: Prediction, accepted: Floats) -> None:
-        """Predicted against true number of distinct experts of typical verification sets."""
-        predicted = predicted_masks(prediction.routing_logits, self.predictor.shapes.top_k)
-        true = pack_masks(table.routing[rows], self.predictor.shapes.experts)
-        roots = np.flatnonzero(table.parents[rows] < 0)
-        for start, end in zip(roots, [*roots[1:], len(rows)], strict=True):
-            base = rows[start]
-            parents = table.parents[rows[start + 1 : end]] - base - 1
-            order = np.argsort(-path_products(accepted[start + 1 : end], parents), kind="stable")
-            sets = {str(size): order[:size] for size in SET_SIZES}
-            sets["path"] = np.flatnonzero(table.reached[rows[start + 1 : end]])
-            for name, chosen in sets.items():
-                guess = truth = 0
-                for i in [start, *(chosen + start + 1)]:
-                    guess |= predicted[i]
-                    truth |= true[i]
-                ratio = guess.bit_count() / truth.bit_count() - 1
-                self.union.add((name, "error"), [abs(ratio)])
-                self.union.add((name, "bias"), [ratio])
+        """Collect the errors of predicted unions."""
+        for name, errors in union_errors(table, rows, prediction.routing_logits, accepted).items():
+            self.union.add((name, "error"), np.abs(errors))
+            self.union.add((name, "bias"), errors)
 
     def metrics(self) -> dict[str, Any]:
         """The report: recall and misses, union error, acceptance."""

@@ -43,7 +43,7 @@ from ecospec_runtime.predictor import (
     open_session,
 )
 from ecospec_train.calibrate import AcceptanceRows, fit_logistic, fit_temperature
-from ecospec_train.evaluate import Evaluation, routing_table
+from ecospec_train.evaluate import Evaluation, choose_shrinkage, routing_table
 from ecospec_train.predictor_data import NodeTables, PredictorData, split_prompts
 from ecospec_train.predictor_export import export_network, sha256
 from ecospec_train.predictor_model import PredictorModule, PredictorNetwork
@@ -55,7 +55,7 @@ class FitConfig(Config):
 
     traces: Path
     out: Path
-    width: int = Field(default=256, ge=8)  # of the trunk; 512 for targets with thousands of experts in all
+    width: int = Field(default=192, ge=8)  # of the trunk; 512 for targets with thousands of experts in all
     epochs: int = Field(default=12, ge=1)
     max_seconds: float | None = Field(default=75.0, gt=0)  # training stops earlier; the schedule knows
     batch_positions: int = Field(default=32, ge=1)
@@ -152,8 +152,9 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     rows = AcceptanceRows.collect(tables, fitted)
     temperature = fit_temperature(rows, traces.manifest.drafter_temperatures)
     model = AcceptanceModel(best="head", temperature=temperature, logistic=fit_logistic(rows))
-    metrics = judge(Predictor(open_session(config.out / ONNX_FILE, torch.get_num_threads()), manifest, model), tables,
-                    fitted, heldout)  # fmt: skip
+    predictor = Predictor(open_session(config.out / ONNX_FILE, torch.get_num_threads()), manifest, model)
+    manifest.shrinkage = choose_shrinkage(predictor, tables, heldout)
+    metrics = judge(predictor, tables, fitted, heldout)
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
     model = model.model_copy(update={"best": metrics["best_acceptance"], "log_loss": losses})
     metrics["fit"] = {"epochs": epochs, "prompts": len(fitted), "positions": sum(data.fit_stream.counts),

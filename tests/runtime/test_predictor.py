@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Candidates, Pool, pack_masks
-from ecospec_runtime.predictor import Prediction, Predictor, PredictorManifest, PredictorShapes, predicted_masks
+from ecospec_runtime.predictor import Prediction, Predictor, PredictorManifest, PredictorShapes, predicted_masks, shrink
 from ecospec_runtime.scoring import Scorer
 from ecospec_train.fit import write_folder
 from ecospec_train.predictor_export import check_export, export_network
@@ -104,6 +104,22 @@ def test_scorer_agrees_with_the_network_row_by_row(folder: Path) -> None:
     assert found.acceptance == pytest.approx([*first, *second, third], rel=1e-4)
     reach = [first[0], first[1], first[0] * second[0], first[0] * second[1], first[0] * second[0] * third]
     assert found.reach == pytest.approx(reach, rel=1e-4)
+
+
+def test_shrinkage_adds_a_share_of_the_pools_mean(folder: Path) -> None:
+    predictor = Predictor.from_folder(folder)
+    plain = predictor.predict(pool(), embed).routing_logits
+    predictor.manifest.shrinkage = 0.25
+    shrunk = predictor.predict(pool(), embed).routing_logits
+    assert shrunk == pytest.approx(plain + 0.25 * plain.mean(0), abs=1e-5)
+
+
+def test_one_unknown_row_does_not_spread_over_the_pool() -> None:
+    logits = np.random.default_rng(0).normal(size=(4, LAYERS, EXPERTS)).astype(np.float32)
+    logits[2, 1, 3] = np.nan
+    before = logits.copy()
+    shrink(logits, 0.1)
+    assert np.array_equal(logits, before, equal_nan=True)
 
 
 def test_without_routing_or_head_the_network_does_not_run(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import Prediction, PredictorShapes
 from ecospec_train.baselines import RoutingTable, hits, top_ids
 from ecospec_train.calibrate import AcceptanceRows, calibration_error, fit_logistic, fit_temperature, log_loss
-from ecospec_train.evaluate import Evaluation, routing_table
+from ecospec_train.evaluate import Evaluation, choose_shrinkage, routing_table
 from ecospec_train.predictor_data import (
     BatchStream,
     NodeTable,
@@ -182,6 +184,7 @@ class Oracle:
 
     def __init__(self, table: NodeTable, wrong: int = 0):
         self.table, self.wrong, self.next = table, wrong, 0
+        self.manifest = SimpleNamespace(shrinkage=0.0)
 
     def run(self, embedding: np.ndarray, *rest: np.ndarray) -> Prediction:
         """Rows are asked for in order."""
@@ -217,3 +220,30 @@ def test_a_shifted_oracle_keeps_the_union_but_misses_experts(traces: Traces) -> 
     metrics = judged(traces, wrong=1)
     assert metrics["routing_recall"]["predictor"]["nodes"] < 0.6
     assert all(v["error"] == 0 for v in metrics["union"].values())
+
+
+class Scattered(Oracle):
+    """An oracle that adds noise of its own to every row, so that unions come out too large."""
+
+    def run(self, embedding: np.ndarray, *rest: np.ndarray) -> Prediction:
+        """Noisy logits."""
+        logits, accepted = super().run(embedding, *rest)
+        noise = np.random.default_rng(self.next).normal(size=logits.shape)
+        return Prediction((3 * logits + 1.5 * noise).astype(np.float32), accepted)
+
+
+def test_shrinkage_is_chosen_by_the_union(traces: Traces) -> None:
+    tables = NodeTables(traces)
+    everything = set(range(20))
+    assert choose_shrinkage(Oracle(tables[0]), tables, everything) == 0.0  # type: ignore[arg-type]
+    noisy = Scattered(tables[0])
+    share = choose_shrinkage(noisy, tables, everything)  # type: ignore[arg-type]
+    assert share > 0
+    table = routing_table(tables, set(range(10)), everything, SHAPES)
+    errors = []
+    for value in (0.0, share):
+        noisy.next, noisy.manifest.shrinkage = 0, value
+        evaluation = Evaluation(noisy, table, traces.manifest.drafter_temperatures)  # type: ignore[arg-type]
+        evaluation.run(tables, everything)
+        errors.append(sum(v["error"] for v in evaluation.metrics()["union"].values()))
+    assert errors[1] < errors[0]
