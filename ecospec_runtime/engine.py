@@ -301,7 +301,7 @@ class Engine:
         self._catch_up(sequence)
         pool = self.drafter.expand(sequence.draft_state, sequence.root, self._shape, self.scorer.temperatures)
         drafted = perf_counter()
-        candidates = self.scorer.score(pool, self._embed, self.policy.needs_routing)
+        candidates = self.scorer.score(pool, self.target.embed_host, self.policy.needs_routing)
         scored = perf_counter()
         chosen = self.policy.select(candidates, self.profile, sequence.past)  # type: ignore[arg-type]
         tokens, parents = self._checked(pool, chosen)
@@ -383,7 +383,3 @@ class Engine:
         )  # fmt: skip
         sequence.draft_rows += len(sequence.behind_tokens)
         sequence.behind_tokens, sequence.behind_features = [], []
-
-    def _embed(self, tokens: Any) -> Any:
-        """Target embeddings of token ids as float32 numpy `[n, H]`."""
-        return self.target.embed(tokens).float().numpy(force=True)

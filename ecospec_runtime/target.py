@@ -14,7 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -22,6 +24,8 @@ from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.checkpoint import fingerprint, load_model, resolve_folder
 from ecospec_runtime.compute import install
 from ecospec_runtime.errors import UserError
+
+EMBEDDING_TABLE = 1 << 23  # elements that may be copied for quick host-side look-ups: 32 MB
 
 
 @dataclass
@@ -106,6 +110,21 @@ class Target:
         with torch.inference_mode():
             ids = torch.as_tensor(tokens, device=self.device)
             return self.model.get_input_embeddings()(ids)
+
+    def embed_host(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """`embed` as float32 numpy, for the predictor: from a table made once where the vocabulary is small."""
+        if self._embedding_table is not None:
+            return self._embedding_table[tokens]
+        return self.embed(torch.from_numpy(tokens)).float().numpy(force=True)
+
+    @cached_property
+    def _embedding_table(self) -> NDArray[np.float32] | None:
+        weight = self.model.get_input_embeddings().weight
+        return (
+            self.embed(torch.arange(len(weight))).float().numpy(force=True)
+            if weight.numel() <= EMBEDDING_TABLE
+            else None
+        )
 
     @torch.inference_mode()
     def forward(

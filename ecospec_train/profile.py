@@ -229,16 +229,13 @@ def measure_drafting(
     shapes = {"shallow": config.pool.cut(1), "full": config.pool}
     at = context
 
-    def embed(tokens: Any) -> Any:
-        return target.embed(tokens).float().numpy(force=True)
-
     with Steps("profile: drafting", repeats) as steps:
         for _ in range(repeats):
             for name, shape in shapes.items():
                 draft = partial(catch_up_and_expand, drafter, sequence, ids, features, at, shape, scorer.temperatures)
                 pool = timed(times[name], draft)
                 at += CATCH_UP
-            scored = timed(times["predict"], partial(scorer.score, pool, embed, predictor is not None))
+            scored = timed(times["predict"], partial(scorer.score, pool, target.embed_host, predictor is not None))
             candidates = scored if predictor else with_masks(scored, target)
             timed(times["select"], partial(policy.select, candidates, base, context))
             steps.advance()

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -142,6 +143,10 @@ def test_description(target: Target, tiny_target_dir: Path) -> None:
     assert target.architecture == "Qwen3MoeForCausalLM"
     assert target.eos_token_ids() == (0,)
     assert target.embed([1, 2]).shape == (2, 32)
+    ids = np.array([1, 2, 1])
+    assert (target.embed_host(ids) == target.embed([1, 2, 1]).float().numpy()).all()
+    target._embedding_table = None  # as for a large vocabulary
+    assert (target.embed_host(ids) == target.embed([1, 2, 1]).float().numpy()).all()
     assert target.fingerprint == fingerprint(tiny_target_dir)
 
 
