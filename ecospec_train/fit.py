@@ -62,7 +62,7 @@ class FitConfig(Config):
     node_share: float = Field(default=0.5, gt=0, le=1)  # of the nodes with an unreached parent that an epoch sees
     unreached_weight: float = Field(default=0.1, ge=0, le=1)  # of those nodes in the acceptance loss
     lr: float = Field(default=4e-3, gt=0)
-    weight_decay: float = Field(default=0.05, ge=0)
+    weight_decay: float = Field(default=0.5, ge=0)
     heldout: float = Field(default=0.15, gt=0, lt=1)  # share of the prompts
     seed: int = 0
     devices: int = Field(default=1, ge=1)
