@@ -24,6 +24,7 @@ AcceptanceKind = Literal["raw", "temperature", "logistic", "head"]
 KINDS: tuple[AcceptanceKind, ...] = get_args(AcceptanceKind)
 TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.25)
 LOG_P_FLOOR = -20.0  # nats; a drafter may report -inf for a token it rules out
+PROBABILITY_FLOOR = 1e-6
 LOGIT_BOUND = 30.0  # exp() of it is exact enough in float64 and far from overflow
 FILE = "acceptance.json"
 
@@ -44,6 +45,16 @@ class LogisticWeights(BaseModel):
         return np.array([self.log_p, self.rank, self.depth, self.entropy], np.float32)
 
 
+class SamplingCorrection(BaseModel):
+    """What acceptance becomes when the target is sampled at `temperature`: logit' = slope * logit + bias."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    temperature: float = Field(ge=0)
+    slope: float = Field(default=1.0, ge=0)
+    bias: float = 0.0
+
+
 class AcceptanceModel(BaseModel):
     """Contents of `acceptance.json`: every fitted kind, and which did best on held-out text."""
 
@@ -54,6 +65,7 @@ class AcceptanceModel(BaseModel):
     temperature: float = Field(gt=0)  # tau of kind `temperature`, a member of TEMPERATURES
     logistic: LogisticWeights
     log_loss: dict[str, float] = Field(default_factory=dict)  # held-out log loss in nats per kind
+    sampling: list[SamplingCorrection] = Field(default_factory=list)  # by rising temperature; empty: none is made
 
     @classmethod
     def load(cls, folder: Path) -> AcceptanceModel:
@@ -121,11 +133,24 @@ def sibling_softmax(logits: Floats, parents: Ints) -> Floats:
     return (weights / (1.0 + totals[parents + 1])).astype(np.float32)
 
 
-def acceptance(pool: Pool, kind: AcceptanceKind, model: AcceptanceModel | None, logits: Floats | None = None) -> Floats:
-    """Acceptance of every node `[n]`, in [0, 1].
+def when_sampled(accepted: Floats, corrections: list[SamplingCorrection], temperature: float) -> Floats:
+    """Acceptance `[n]` for a target sampled at `temperature`, between the two nearest corrections."""
+    known = [c.temperature for c in corrections]
+    slope = np.interp(temperature, known, [c.slope for c in corrections])
+    bias = np.interp(temperature, known, [c.bias for c in corrections])
+    if (slope, bias) == (1.0, 0.0):
+        return accepted
+    p = np.clip(accepted.astype(np.float64), PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
+    return (1.0 / (1.0 + np.exp(-(slope * np.log(p / (1 - p)) + bias)))).astype(np.float32)
+
+
+def acceptance(
+    pool: Pool, kind: AcceptanceKind, model: AcceptanceModel | None, logits: Floats | None = None, temperature: float = 0.0
+) -> Floats:  # fmt: skip
+    """Acceptance of every node `[n]`, in [0, 1], when the target is sampled at `temperature`.
 
     `logits` `[n]` are the predictor's acceptance logits, for kind `head`. A non-finite estimate counts as unknown: the
-    drafter's own probability stands in.
+    drafter's own probability stands in, as published at any temperature.
     """
     own = raw(pool.log_probs)
     if kind == "raw" or len(pool) == 0:
@@ -141,4 +166,5 @@ def acceptance(pool: Pool, kind: AcceptanceKind, model: AcceptanceModel | None, 
             column = pool.temperatures.index(model.temperature)
             normalizers = pool.log_normalizers[pool.state_rows, column]
             estimate = at_temperature(pool.log_probs, normalizers, model.temperature)
-    return np.clip(np.where(np.isfinite(estimate), estimate, own), 0.0, 1.0).astype(np.float32)
+    estimate = np.clip(np.where(np.isfinite(estimate), estimate, own), 0.0, 1.0).astype(np.float32)
+    return when_sampled(estimate, model.sampling, temperature) if model and model.sampling else estimate

@@ -19,6 +19,7 @@ from ecospec_runtime.acceptance import AcceptanceKind, AcceptanceModel
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.policies import PolicySpec
 from ecospec_runtime.predictor import ONNX_FILE, Predictor, PredictorManifest, check_interface, open_session
 
 if TYPE_CHECKING:
@@ -99,9 +100,16 @@ class DevicePolicy(Strict):
     parameters: dict[str, Any]
     acceptance: AcceptanceKind | None = None
     depth: int | None = None
+    min_reach: float | None = None
     reason: str = ""  # one line; for `off`: why speculation does not pay here
     profile: DeviceProfile
     results: dict[str, Any]  # replayed tokens per second and speed-up of this policy, `off` and the best `confidence`
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The policy, ready to be built."""
+        return PolicySpec(name=self.policy, parameters=self.parameters, acceptance=self.acceptance, depth=self.depth,
+                          min_reach=self.min_reach)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,6 @@ def split_policies(text: str) -> list[PolicySpec | None]:
 def contestants(bundle: Bundle, base: Engine, named: list[PolicySpec | None]) -> list[Contestant]:
     """Engines for the named policies; None is the bundle's own for this device. Raises UserError."""
     from ecospec_runtime.bench import Contestant
-    from ecospec_runtime.policies import PolicySpec
 
     predictor = base.scorer.predictor
     best = predictor.acceptance.best if predictor else "raw"
@@ -202,9 +201,7 @@ def contestants(bundle: Bundle, base: Engine, named: list[PolicySpec | None]) ->
     for entry in named:
         spec, label = entry, str(entry)
         if spec is None:
-            tuned = bundle.device_policy(device_slug_of(base))
-            spec = PolicySpec(name=tuned.policy, parameters=tuned.parameters, acceptance=tuned.acceptance,
-                              depth=tuned.depth)  # fmt: skip
+            spec = bundle.device_policy(device_slug_of(base)).spec
             label = f"{spec.name} (tuned)"
         found.setdefault(label, Contestant(label, spec, spec.acceptance_kind(best), base.with_policy(spec)))
     return list(found.values())

@@ -38,20 +38,27 @@ class Config(BaseModel):
 
 
 class PoolConfig(Config):
-    """Shape of the candidate tree: the best `width` nodes of each of `depth` levels; the best `beam` of a level expand."""
+    """Shape of the candidate tree: the best `width` nodes of each of `depth` levels; the best `beam` of a level expand.
+
+    Nodes whose reach under the drafter's own probability is below `min_reach` are left out, and expansion ends with the
+    first level that keeps none. Reach falls along a path, so this is what a full pool holds from `min_reach` up.
+    """
 
     depth: int = Field(default=6, ge=1, le=64)
     beam: int = Field(default=4, ge=1, le=256)
     width: int = Field(default=8, ge=1, le=256)
+    min_reach: float = Field(default=0.0, ge=0.0, lt=1.0)
 
     @property
     def pool_size(self) -> int:
         """Largest number of nodes a pool can hold."""
         return self.width * self.depth
 
-    def cut(self, depth: int | None) -> PoolConfig:
-        """The same shape, at most `depth` levels deep; None leaves it as it is."""
-        return self if depth is None or depth >= self.depth else self.model_copy(update={"depth": max(1, depth)})
+    def cut(self, depth: int | None, min_reach: float | None = None) -> PoolConfig:
+        """The same shape, at most `depth` levels deep, without nodes below `min_reach`; None leaves it as it is."""
+        update = {"depth": self.depth if depth is None else max(1, min(depth, self.depth)),
+                  "min_reach": max(self.min_reach, min_reach or 0.0)}  # fmt: skip
+        return self.model_copy(update=update)
 
 
 class GenerationConfig(Config):

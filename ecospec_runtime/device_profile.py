@@ -25,7 +25,8 @@ class DeviceProfile(BaseModel):
     per_context_ms: float = 0.0  # per cached token
     draft_level_ms: float = 0.0  # one expansion level of the drafter
     draft_fixed_ms: float = 0.0  # catch-up plus first level
-    predict_ms: float = 0.0
+    predict_ms: float = 0.0  # prediction for a root
+    predict_node_ms: float = 0.0  # for each node of the pool beside it
     select_ms: float = 0.0
     heldout_error: float  # mean relative error on passes the fit has not seen
     plain_ms: float  # measured plain step
@@ -35,9 +36,7 @@ class DeviceProfile(BaseModel):
         """Predicted time of a pass over `nodes` tokens (root included) that touches `union` (layer, expert) pairs."""
         return self.fixed_ms + self.per_token_ms * nodes + self.per_expert_ms * union + self.per_context_ms * context
 
-    def draft_ms(self, levels: int, predicts: bool = True) -> float:
-        """Time of catching up, expanding `levels` levels, predicting (if `predicts`) and selecting; 0 for no draft."""
-        if levels == 0:
-            return 0.0
-        predict_ms = self.predict_ms if predicts else 0.0
+    def draft_ms(self, levels: int, nodes: int, predicts: bool = True) -> float:
+        """Time of catching up, expanding `levels` levels, predicting for a pool of `nodes` (if `predicts`), selecting."""
+        predict_ms = self.predict_ms + self.predict_node_ms * nodes if predicts and nodes else 0.0
         return self.draft_fixed_ms + self.draft_level_ms * (levels - 1) + predict_ms + self.select_ms

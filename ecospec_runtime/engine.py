@@ -23,7 +23,8 @@ from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.policies.base import Policy
+from ecospec_runtime.gate import DraftGate
+from ecospec_runtime.policies.base import Pausing, Policy, deepest
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.scoring import Scorer
@@ -55,8 +56,7 @@ class Sequence:
     behind_features: list[Tensor] = field(default_factory=list)  # ... and features [m, F]
     seen: set[int] = field(default_factory=set)  # for the repetition penalty
     past: int = 0  # cached tokens
-    idle: int = 0  # steps in a row for which nothing was selected
-    waited: int = 0  # steps since drafting was paused
+    gate: DraftGate = field(default_factory=lambda: DraftGate(pause=0))
     statistics: Statistics = field(default_factory=Statistics)
 
 
@@ -103,9 +103,9 @@ class Engine:
     def __init__(
         self, target: Target, drafter: Drafter | None = None, scorer: Scorer | None = None, policy: Policy | None = None,
         profile: DeviceProfile | None = None, pool: PoolConfig | None = None, *, depth: int | None = None,
-        record_routing: bool = False, reason: str = "",
+        min_reach: float | None = None, record_routing: bool = False, reason: str = "",
     ):  # fmt: skip
-        """`depth` cuts the pool; `policy` None is `off`; `reason` says in one line why a bundle chose the policy.
+        """`depth` and `min_reach` cut the pool; `policy` None is `off`; `reason` says in one line why a bundle chose the policy.
 
         `record_routing` fills the statistics' expert counts, at the cost of a hook per MoE layer.
         """
@@ -116,8 +116,8 @@ class Engine:
         self.target, self.drafter, self.policy, self.profile = target, drafter, policy, profile
         self.scorer = scorer or Scorer(None, "raw", target.moe_layers, target.experts)
         self.pool = pool or PoolConfig()
-        self.depth, self.record_routing, self.reason = depth, record_routing, reason
-        self._shape = self.pool.cut(depth)
+        self.record_routing, self.reason = record_routing, reason
+        self.shape = self.pool.cut(depth, min_reach).cut(deepest(policy))
         if policy.drafts and drafter is None:
             raise UserError(f"policy '{policy.name}' needs a drafter; pass one, or use policy 'off'")
         if policy.needs_routing and self.scorer.predictor is None:
@@ -126,6 +126,8 @@ class Engine:
             raise UserError(
                 f"policy '{policy.name}' needs a device profile; run `ecospec-train profile` on this machine"
             )
+        self._pausing = policy if isinstance(policy, Pausing) else None
+        self._predicts = policy.needs_routing or self.scorer.kind == "head"
         self._aux = drafter.aux_layers if drafter is not None and policy.drafts else ()
 
     @classmethod
@@ -141,7 +143,7 @@ class Engine:
         from ecospec_runtime.bundle import check_drafter, check_target, load_bundle
         from ecospec_runtime.drafters import load_drafter
         from ecospec_runtime.machine import device_name, device_slug
-        from ecospec_runtime.policies import PolicySpec, parse_policy
+        from ecospec_runtime.policies import parse_policy
 
         if isinstance(bundle, str | Path):
             bundle = load_bundle(bundle)
@@ -157,15 +159,7 @@ class Engine:
         profile: DeviceProfile | None
         if policy == "auto":
             tuned = bundle.device_policy(slug)
-            spec = PolicySpec.model_validate(
-                {
-                    "name": tuned.policy,
-                    "parameters": tuned.parameters,
-                    "acceptance": tuned.acceptance,
-                    "depth": tuned.depth,
-                }
-            )
-            profile, reason = tuned.profile, tuned.reason
+            spec, profile, reason = tuned.spec, tuned.profile, tuned.reason
         else:
             spec = parse_policy(policy) if isinstance(policy, str) else policy
             profile = bundle.policies[slug].profile if slug in bundle.policies else None
@@ -184,7 +178,7 @@ class Engine:
         scorer = Scorer(predictor, kind, self.target.moe_layers, self.target.experts)
         return Engine(
             self.target, self.drafter, scorer, build_policy(spec), self.profile, self.pool, depth=spec.depth,
-            record_routing=self.record_routing, reason=reason,
+            min_reach=spec.min_reach, record_routing=self.record_routing, reason=reason,
         )  # fmt: skip
 
     def generate(
@@ -204,7 +198,8 @@ class Engine:
             prompt=ids, sampler=sampler, root=ids[-1], cache=self.target.new_cache() if read is None else read.cache,
             text=TextStream(self.target.tokenizer, ids, config.max_new_tokens, ends, config.stop_strings),
             draft_state=self.drafter.start() if self.drafter is not None and self.policy.drafts else None,
-            seen=set(ids) if sampler.penalises else set(), statistics=Statistics(prompt_tokens=len(ids)),
+            seen=set(ids) if sampler.penalises else set(),
+            gate=DraftGate(self._pausing.pause if self._pausing else 0), statistics=Statistics(prompt_tokens=len(ids)),
         )  # fmt: skip
         if read is not None:
             sequence.past = len(ids) - 1
@@ -279,19 +274,12 @@ class Engine:
         return emitted
 
     def _drafts_now(self, sequence: Sequence) -> bool:
-        """Whether the drafter runs for this pass. A policy may pause it (`pause_after`) and probe (`probe_every`)."""
+        """Whether the drafter runs for this pass."""
         if sequence.draft_state is None or sequence.text.room < 2:
             return False
         if not sequence.draft_rows and not sequence.behind_tokens:
             return False  # a one-token prompt: the drafter knows nothing yet
-        patience = getattr(self.policy, "pause_after", None)
-        if patience is None or sequence.idle < patience:
-            return True
-        sequence.waited += 1
-        if sequence.waited < getattr(self.policy, "probe_every", 1):
-            return False
-        sequence.waited = 0
-        return True
+        return sequence.gate.passes()
 
     def _propose(self, sequence: Sequence) -> tuple[list[int], list[int]]:
         """Draft, score and select: tokens of the chosen nodes and the row of each one's parent."""
@@ -299,17 +287,23 @@ class Engine:
         statistics = sequence.statistics
         start = perf_counter()
         self._catch_up(sequence)
-        pool = self.drafter.expand(sequence.draft_state, sequence.root, self._shape, self.scorer.temperatures)
-        drafted = perf_counter()
-        candidates = self.scorer.score(pool, self.target.embed_host, self.policy.needs_routing)
-        scored = perf_counter()
-        chosen = self.policy.select(candidates, self.profile, sequence.past)  # type: ignore[arg-type]
+        pool = self.drafter.expand(sequence.draft_state, sequence.root, self.shape, self.scorer.temperatures)
+        drafted = scored = perf_counter()
+        chosen: list[int] = []
+        candidates = None
+        if len(pool):
+            temperature = sequence.sampler.config.temperature
+            candidates = self.scorer.score(pool, self.target.embed_host, self.policy.needs_routing, temperature)
+            scored = perf_counter()
+            chosen = self.policy.select(candidates, self.profile, sequence.past)  # type: ignore[arg-type]
         tokens, parents = self._checked(pool, chosen)
         statistics.drafts += 1
         statistics.draft_seconds += drafted - start
         statistics.predict_seconds += scored - drafted
         statistics.select_seconds += perf_counter() - scored
-        sequence.idle = 0 if chosen else sequence.idle + 1
+        if self._pausing is not None and self.profile is not None:
+            drafting = self.profile.draft_ms(pool.levels, len(pool), self._predicts)
+            sequence.gate.record(self._pausing.gain(candidates, chosen, self.profile, drafting))
         return tokens, parents
 
     def _checked(self, pool: Pool, chosen: list[int]) -> tuple[list[int], list[int]]:

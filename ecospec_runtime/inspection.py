@@ -8,7 +8,6 @@ from rich.console import Group
 from rich.table import Table
 
 from ecospec_runtime.bundle import Bundle
-from ecospec_runtime.policies import PolicySpec
 
 
 def summary(bundle: Bundle) -> Group:
@@ -51,4 +50,4 @@ def describe_policy(tuned: Any) -> str:
     if tuned.policy == "off":
         return "off"
     parameters = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in tuned.parameters.items()}
-    return str(PolicySpec(name=tuned.policy, parameters=parameters, acceptance=tuned.acceptance, depth=tuned.depth))
+    return str(tuned.spec.model_copy(update={"parameters": parameters}))

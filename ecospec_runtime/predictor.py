@@ -154,13 +154,14 @@ def check_interface(path: Path, session: onnxruntime.InferenceSession, shapes: P
 
 
 def shrink(routing_logits_NLE: Floats, share: float) -> None:
-    """Add `share` of the pool's mean logits to every row, in place.
+    """Add `share` of the mean logits of root and first node to every row, in place.
 
-    The nodes of a pool share their context, so the mean is sure of what single rows guess at. Independent errors make
-    the predicted union too large; this takes the bias away. A mean that is not finite is left out.
+    The nodes of a pool share their context, which these two know best. Independent errors make the predicted union too
+    large; this takes the bias away. Both are in every pool that is not empty, so a cut pool gives the same as a full one.
+    A mean that is not finite is left out.
     """
     if share > 0:
-        mean_LE = routing_logits_NLE.mean(0)
+        mean_LE = routing_logits_NLE[:2].mean(0)
         if np.isfinite(mean_LE).all():
             routing_logits_NLE += np.float32(share) * mean_LE
 

@@ -1,4 +1,5 @@
-"""Fit the acceptance models that need no network: one temperature, and a logistic in log p, rank, depth and entropy.
+"""Fit the acceptance models that need no network: one temperature, a logistic in log p, rank, depth and entropy, and what
+sampling makes of any of them.
 
 Legend: M nodes whose parent is reached, t drafter temperatures.
 """
@@ -12,11 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from ecospec_runtime import acceptance
-from ecospec_runtime.acceptance import TEMPERATURES, LogisticWeights
+from ecospec_runtime.acceptance import PROBABILITY_FLOOR, TEMPERATURES, LogisticWeights, SamplingCorrection
 from ecospec_runtime.pool import Floats
 from ecospec_train.predictor_data import NodeTables, positions_of
 
-PROBABILITY_FLOOR = 1e-6
 BINS = 15
 
 
@@ -39,10 +39,11 @@ class AcceptanceRows:
         return cls(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def log_loss(estimate: Floats, label: Floats) -> float:
+def log_loss(estimate: Floats, label: Floats, weight: Floats | None = None) -> float:
     """Mean binary cross-entropy in nats; labels may be probabilities."""
     p = np.clip(estimate.astype(np.float64), PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
-    return float(-(label * np.log(p) + (1 - label) * np.log1p(-p)).mean()) if len(p) else 0.0
+    losses = -(label * np.log(p) + (1 - label) * np.log1p(-p))
+    return float(np.average(losses, weights=weight)) if len(p) else 0.0
 
 
 def calibration_error(estimate: Floats, label: Floats) -> float:
@@ -60,6 +61,25 @@ def fit_temperature(rows: AcceptanceRows, drafter_temperatures: tuple[float, ...
             estimate = acceptance.at_temperature(rows.scalars[:, 0], rows.log_normalizers[:, column], tau)
             losses[tau] = log_loss(estimate, rows.label)
     return min(losses, key=losses.__getitem__) if losses else 1.0
+
+
+def fit_sampling(estimate: Floats, sampled: Floats, weight: Floats, temperature: float) -> SamplingCorrection:
+    """How acceptance at the traces' temperature, `estimate` `[M]`, turns into `sampled` `[M]`, that at `temperature`."""
+    p = torch.from_numpy(np.clip(estimate.astype(np.float64), PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR))
+    logit, label, scale = (p / (1 - p)).log(), torch.from_numpy(sampled).double(), torch.from_numpy(weight).double()
+    values = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([values], max_iter=50, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        losses = F.binary_cross_entropy_with_logits(values[0] * logit + values[1], label, reduction="none")
+        total = (losses * scale).sum() / scale.sum().clamp(min=1e-9)
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    slope, bias = values.detach().tolist()
+    return SamplingCorrection(temperature=temperature, slope=max(0.0, slope), bias=bias)
 
 
 def fit_logistic(rows: AcceptanceRows) -> LogisticWeights:

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecospec_runtime import acceptance
-from ecospec_runtime.acceptance import AcceptanceModel
+from ecospec_runtime.acceptance import AcceptanceModel, SamplingCorrection
 from ecospec_runtime.pool import Floats, pack_masks, path_products
 from ecospec_runtime.predictor import Prediction, Predictor, PredictorShapes, predicted_masks, shrink
 from ecospec_train.baselines import RoutingTable, distinct_tokens, hits, top_ids
-from ecospec_train.calibrate import calibration_error, log_loss
+from ecospec_train.calibrate import calibration_error, fit_sampling, log_loss
 from ecospec_train.predictor_data import NodeTable, NodeTables, network_inputs, positions_of
 
 CHUNK_POSITIONS = 32
@@ -125,6 +125,8 @@ class Evaluation:
         self.recall, self.union = Tally(), Tally()
         self.accepted: dict[str, list[Floats]] = {kind: [] for kind in acceptance.KINDS}
         self.labels: list[Floats] = []
+        self.all_nodes: dict[str, list[Floats]] = {kind: [] for kind in acceptance.KINDS}
+        self.sampled: list[tuple[Floats, Floats]] = []  # of all nodes, by target temperature: probability and weight
         self.positions = self.nodes = 0
 
     def add(self, table: NodeTable, positions: NDArray[np.int64]) -> None:
@@ -170,11 +172,13 @@ class Evaluation:
         node = table.parents[rows] >= 0
         judged = table.weight[rows][node] > 0
         self.labels.append(table.label[rows][node][judged])
+        self.sampled.append((table.sampled[rows][node], table.sampled_weight[rows][node]))
         out = np.ones(len(rows), np.float32)
         for kind in acceptance.KINDS:
             logits = prediction.acceptance_logits[node]
             values = acceptance_of(kind, table, rows[node], logits, self.predictor.acceptance, self.temperatures)
             self.accepted[kind].append(values[judged])
+            self.all_nodes[kind].append(values)
             if kind == "head":
                 out[node] = values
         return out
@@ -184,6 +188,26 @@ class Evaluation:
         for name, errors in union_errors(table, rows, prediction.routing_logits, accepted).items():
             self.union.add((name, "error"), np.abs(errors))
             self.union.add((name, "bias"), errors)
+
+    def corrections(self, kind: str, own: float, temperatures: tuple[float, ...]) -> list[SamplingCorrection]:
+        """What sampling at the target's recorded `temperatures` makes of `kind`, which is fitted for temperature `own`."""
+        estimate = np.concatenate(self.all_nodes[kind])
+        sampled, weight = (np.concatenate(parts) for parts in zip(*self.sampled, strict=True))
+        found = [SamplingCorrection(temperature=own)]
+        found += [
+            fit_sampling(estimate, sampled[:, i], weight[:, i], t) for i, t in enumerate(temperatures) if t != own
+        ]
+        return sorted(found, key=lambda correction: correction.temperature)
+
+    def sampled_loss(
+        self, kind: str, corrections: list[SamplingCorrection], temperatures: tuple[float, ...]
+    ) -> dict[str, Any]:
+        """Log loss of `kind` at each recorded temperature, without and with the corrections."""
+        estimate = np.concatenate(self.all_nodes[kind])
+        sampled, weight = (np.concatenate(parts) for parts in zip(*self.sampled, strict=True))
+        return {f"{t:g}": {"as_fitted": log_loss(estimate, sampled[:, i], weight[:, i]),
+                           "corrected": log_loss(acceptance.when_sampled(estimate, corrections, t), sampled[:, i], weight[:, i])}
+                for i, t in enumerate(temperatures)}  # fmt: skip
 
     def metrics(self) -> dict[str, Any]:
         """The report: recall and misses, union error, acceptance."""

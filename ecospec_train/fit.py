@@ -29,7 +29,7 @@ from lightning.pytorch.loggers import Logger
 from pydantic import Field
 
 from ecospec_runtime.acceptance import FILE as ACCEPTANCE_FILE
-from ecospec_runtime.acceptance import AcceptanceModel
+from ecospec_runtime.acceptance import AcceptanceModel, SamplingCorrection
 from ecospec_runtime.config import Config
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import (
@@ -154,9 +154,9 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     model = AcceptanceModel(best="head", temperature=temperature, logistic=fit_logistic(rows))
     predictor = Predictor(open_session(config.out / ONNX_FILE, torch.get_num_threads()), manifest, model)
     manifest.shrinkage = choose_shrinkage(predictor, tables, heldout)
-    metrics = judge(predictor, tables, fitted, heldout)
+    metrics, sampling = judge(predictor, tables, fitted, heldout)
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
-    model = model.model_copy(update={"best": metrics["best_acceptance"], "log_loss": losses})
+    model = model.model_copy(update={"best": metrics["best_acceptance"], "log_loss": losses, "sampling": sampling})
     metrics["fit"] = {"epochs": epochs, "prompts": len(fitted), "positions": sum(data.fit_stream.counts),
                       "acceptance_nodes": len(rows.label), "parameters": sum(p.numel() for p in network.parameters()),
                       "train_seconds": trained, "seconds": time.monotonic() - started}  # fmt: skip
@@ -176,16 +176,22 @@ def describe(traces: Traces, heldout: list[int], config: FitConfig) -> Predictor
     )  # fmt: skip
 
 
-def judge(predictor: Predictor, tables: NodeTables, fitted: set[int], heldout: set[int]) -> dict[str, Any]:
-    """Held-out metrics, with the best acceptance kind and the figures of `bars`."""
+def judge(
+    predictor: Predictor, tables: NodeTables, fitted: set[int], heldout: set[int]
+) -> tuple[dict[str, Any], list[SamplingCorrection]]:
+    """Held-out metrics, with the best acceptance kind and the figures of `bars`; and what sampling makes of that kind."""
     baseline = routing_table(tables, fitted, heldout, predictor.shapes)
-    evaluation = Evaluation(predictor, baseline, tables.traces.manifest.drafter_temperatures)
+    traces = tables.traces.manifest
+    evaluation = Evaluation(predictor, baseline, traces.drafter_temperatures)
     evaluation.run(tables, heldout)
     metrics = evaluation.metrics()
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
     metrics["best_acceptance"] = min(losses, key=losses.__getitem__)
     metrics["bars"] = bars(metrics)
-    return metrics
+    best = metrics["best_acceptance"]
+    corrections = evaluation.corrections(best, traces.temperature, traces.target_temperatures)
+    metrics["sampled"] = evaluation.sampled_loss(best, corrections, traces.target_temperatures)
+    return metrics, corrections
 
 
 def bars(metrics: dict[str, Any]) -> dict[str, float]:

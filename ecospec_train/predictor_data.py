@@ -63,6 +63,8 @@ class NodeTable:
     label: Floats  # [N] the target's probability of the node given its parent; 0 for roots
     reached: NDArray[np.bool_]  # [N] on the target's own trajectory
     weight: Floats  # [N] 1 for nodes whose parent is reached
+    sampled: Floats  # [N, u] the target's probability of the node at each of its temperatures; 0 for roots
+    sampled_weight: Floats  # [N, u] probability that its parent is reached when sampling from the root on
     log_normalizers: Floats  # [s, t]
 
     def rows_of(self, positions: Ints) -> Ints:
@@ -101,14 +103,20 @@ def node_table(shard: TraceShard, temperature: float, target_temperatures: tuple
     for depth in range(1, int(shard.depths.max(initial=0)) + 1):
         level = np.flatnonzero(is_node & (scalars[:, 2] == depth))
         reached[level] = reached[parents[level]] & follows[level]
-    label = follows.astype(np.float32)
-    if temperature > 0:
-        column = target_temperatures.index(temperature)
-        label[is_node] = np.exp(shard.token_logits / temperature - shard.logsumexp[parents[is_node], column])
+    temperatures = np.array(target_temperatures, np.float32)
+    sampled = np.zeros((nodes + positions, len(temperatures)), np.float32)
+    sampled[is_node] = np.exp(shard.token_logits[:, None] / temperatures - shard.logsumexp[parents[is_node]])
+    label = sampled[:, target_temperatures.index(temperature)] if temperature > 0 else follows.astype(np.float32)
+    sampled_weight = np.where(is_node[:, None], np.float32(0), np.ones_like(sampled))
+    for depth in range(1, int(shard.depths.max(initial=0)) + 1):
+        level = np.flatnonzero(is_node & (scalars[:, 2] == depth))
+        above = parents[level]
+        sampled_weight[level] = sampled_weight[above] * np.where(parents[above, None] < 0, 1, sampled[above])
     return NodeTable(
         offsets=offsets, prompt_ids=shard.prompt_id.astype(np.int64), tokens=tokens, parents=parents, state_rows=state_rows,
         states=shard.states, scalars=clean_scalars(scalars), routing=shard.routing, label=label, reached=reached,
-        weight=np.where(is_node, reached[parents], False).astype(np.float32), log_normalizers=shard.log_normalizers,
+        weight=np.where(is_node, reached[parents], False).astype(np.float32), sampled=sampled,
+        sampled_weight=sampled_weight, log_normalizers=shard.log_normalizers,
     )  # fmt: skip
 
 

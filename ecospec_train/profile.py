@@ -1,6 +1,6 @@
 """Measure what a verification pass, a draft and a prediction cost on this machine: the device profile.
 
-A designed experiment through the engine's own path: passes of 1 to 32 rows at several context lengths over text that
+A designed experiment through the engine's own path: passes of 1 to 16 rows at several context lengths over text that
 every Python installation has, with rows chosen so that the union of experts varies apart from their number (the same
 token again and again, running text, tokens from all over). Unions are recorded on separate passes, so that hooks do not
 disturb the timed ones; repeats are interleaved in random order, so that no pass finds its experts warm in a cache.
@@ -61,7 +61,7 @@ class ProfileConfig(Config):
     device: str = "cpu"
     threads: int | None = Field(default=None, ge=1)  # None: as the process is set
     pool: PoolConfig = PoolConfig()
-    tokens: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # rows of the timed passes
+    tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # rows of the timed passes: where speculation pays
     contexts: tuple[int, ...] = (48, 160, 384)  # cached tokens before them
     repeats: int = Field(default=9, ge=MIN_ROUNDS)
     max_seconds: float = Field(default=40.0, gt=0)  # timed passes stop then, after at least three rounds
@@ -225,8 +225,11 @@ def measure_drafting(
     drafter.extend(sequence, ids[1 : context + 1], features[:context])
     scorer = Scorer(predictor, "head" if predictor else "raw", target.moe_layers, target.experts)
     policy = build_policy(PolicySpec(name="throughput"))
-    times: dict[str, list[float]] = {name: [] for name in ("shallow", "full", "predict", "select")}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("shallow", "full", "predict_shallow", "predict_full", "select")
+    }
     shapes = {"shallow": config.pool.cut(1), "full": config.pool}
+    nodes: dict[str, int] = {}
     at = context
 
     with Steps("profile: drafting", repeats) as steps:
@@ -235,14 +238,17 @@ def measure_drafting(
                 draft = partial(catch_up_and_expand, drafter, sequence, ids, features, at, shape, scorer.temperatures)
                 pool = timed(times[name], draft)
                 at += CATCH_UP
-            scored = timed(times["predict"], partial(scorer.score, pool, target.embed_host, predictor is not None))
+                predict = partial(scorer.score, pool, target.embed_host, predictor is not None)
+                scored = timed(times[f"predict_{name}"], predict)
+                nodes[name] = len(pool)
             candidates = scored if predictor else with_masks(scored, target)
             timed(times["select"], partial(policy.select, candidates, base, context))
             steps.advance()
     medians = {name: float(np.median(values)) for name, values in times.items()}
     level = max(0.0, medians["full"] - medians["shallow"]) / max(1, config.pool.depth - 1)
-    return {"draft_fixed_ms": medians["shallow"], "draft_level_ms": level, "predict_ms": medians["predict"],
-            "select_ms": medians["select"]}  # fmt: skip
+    per_node = max(0.0, medians["predict_full"] - medians["predict_shallow"]) / max(1, nodes["full"] - nodes["shallow"])
+    return {"draft_fixed_ms": medians["shallow"], "draft_level_ms": level, "predict_node_ms": per_node,
+            "predict_ms": medians["predict_shallow"] - per_node * nodes["shallow"], "select_ms": medians["select"]}  # fmt: skip
 
 
 def catch_up_and_expand(

@@ -5,7 +5,7 @@ through the set; jump ahead by what was emitted. Time is the device profile's, f
 really used. Scoring runs once, through the same code as live decoding, so that a policy chooses here what it would choose
 there; each replay then only selects and walks.
 
-Exact for policies that choose from the recorded pool or cut its depth, on traces with a pool at every position.
+Exact for policies that choose from the recorded pool or cut it, on traces with a pool at every position.
 Legend: n nodes of a pool.
 """
 
@@ -18,10 +18,13 @@ from typing import Any, get_args
 import numpy as np
 
 from ecospec_runtime.acceptance import AcceptanceKind, acceptance
+from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.gate import DraftGate
 from ecospec_runtime.policies import Policy, PolicySpec, build_policy
-from ecospec_runtime.pool import Candidates, pack_masks, path_products
+from ecospec_runtime.policies.base import Pausing, deepest
+from ecospec_runtime.pool import Candidates, Floats, Ints, Pool, pack_masks, path_products
 from ecospec_runtime.predictor import Embed, Predictor
 from ecospec_runtime.scoring import Scorer
 from ecospec_train.traces import Traces, TraceShard
@@ -39,7 +42,9 @@ class ReplayRow:
     used: list[int]  # [n + 1] experts that root and nodes really used, as bit sets
     tokens: list[int]  # [n]
     parents: list[int]  # [n]
-    level_ends: list[int]  # nodes of depth <= 0, 1, 2, ...
+    depths: Ints  # [n]
+    log_reach: Floats  # [n] under the drafter's own probability
+    logits: Floats  # [n] of acceptance kind `head`; empty without a predictor
     candidates: dict[AcceptanceKind, Candidates]
 
 
@@ -49,7 +54,7 @@ class ReplayRows:
 
     prompts: list[list[ReplayRow]]
     layers: int
-    depth: int  # levels of the recorded pools
+    pool: PoolConfig  # shape of the recorded pools
     best: AcceptanceKind  # the predictor's best kind; raw without a predictor
 
     def __len__(self) -> int:
@@ -63,6 +68,7 @@ class ReplayResult:
     policy: str  # its text form
     tokens: int
     passes: int
+    drafts: int  # passes for which the drafter ran
     ms: float
     draft_ms: float  # part of `ms` spent on drafting, prediction and selection
     tokens_per_ms: float
@@ -104,7 +110,7 @@ def load_rows(
     if not kept:
         raise UserError(f"{traces.path}: no positions of the prompts asked for; harvest more")
     best = predictor.acceptance.best if predictor is not None else "raw"
-    return ReplayRows(kept, manifest.target.moe_layers, manifest.pool.depth, best)
+    return ReplayRows(kept, manifest.target.moe_layers, manifest.pool, best)
 
 
 def prompts_of(traces: Traces) -> Iterator[tuple[TraceShard, range]]:
@@ -120,34 +126,63 @@ def pack_row(shard: TraceShard, row: int, scorer: Scorer, embed: Embed) -> Repla
     pool = shard.pool(row)
     if np.any(np.diff(pool.depths) < 0):
         raise UserError(f"row {row} of a shard: its pool is not level by level; harvest again")
-    predictor = scorer.predictor
-    scored = scorer.score(pool, embed, needs_routing=predictor is not None)
+    prediction = None if scorer.predictor is None else scorer.predictor.predict(pool, embed)
+    scored = scorer.judge(pool, prediction, needs_routing=prediction is not None)
     slim = replace(
         pool, states=np.zeros((0, 0), np.float32), entropies=np.zeros(0, np.float32), temperatures=(),
         log_normalizers=np.zeros((0, 0), np.float32),
     )  # fmt: skip
     candidates: dict[AcceptanceKind, Candidates] = {}
-    for kind in get_args(AcceptanceKind) if predictor is not None else ("raw",):
+    for kind in get_args(AcceptanceKind) if prediction is not None else ("raw",):
         accepted = scored.acceptance if kind == scorer.kind else acceptance(pool, kind, scorer.model)
-        reach = path_products(accepted, pool.parents)
-        candidates[kind] = replace(scored, pool=slim, acceptance=accepted, reach=reach)
-    deepest = int(pool.depths.max(initial=0))
+        candidates[kind] = with_acceptance(replace(scored, pool=slim), accepted)
     return ReplayRow(
         context=int(shard.context[row]), next_tokens=shard.next_tokens_of(row).tolist(),
         used=pack_masks(shard.routing_of(row), scorer.experts), tokens=pool.tokens.tolist(),
-        parents=pool.parents.tolist(), candidates=candidates,
-        level_ends=np.searchsorted(pool.depths, np.arange(deepest + 1), side="right").tolist(),
+        parents=pool.parents.tolist(), depths=pool.depths, log_reach=log_reach(pool), candidates=candidates,
+        logits=np.zeros(0, np.float32) if prediction is None else prediction.acceptance_logits[1:],
     )  # fmt: skip
 
 
-def cut(candidates: Candidates, nodes: int) -> Candidates:
-    """The first `nodes` nodes: what a shallower expansion would have given, as levels come one after the other."""
+def with_acceptance(candidates: Candidates, accepted: Floats) -> Candidates:
+    """The candidates under another estimate of acceptance `[n]`."""
+    return replace(candidates, acceptance=accepted, reach=path_products(accepted, candidates.pool.parents))
+
+
+def log_reach(pool: Pool) -> Floats:
+    """Sum of the drafter's log p along each node's path, added up as drafters do it."""
+    reach = pool.log_probs.copy()
+    for i, parent in enumerate(pool.parents.tolist()):
+        if parent >= 0:
+            reach[i] += reach[parent]
+    return reach
+
+
+def kept_nodes(row: ReplayRow, shape: PoolConfig) -> tuple[Ints | None, int]:
+    """Nodes of a row's pool that drafting in this shape would have given (None: all), and the levels it would have paid.
+
+    `PoolConfig` says what is kept. A level is paid for while the one above it keeps a node.
+    """
+    within = row.depths <= shape.depth
+    if shape.min_reach:
+        within &= ~(row.log_reach < np.log(np.float32(shape.min_reach)))
+    nodes = np.flatnonzero(within)
+    levels = min(shape.depth, 1 + int(row.depths[nodes].max(initial=0)))
+    return (None if len(nodes) == len(row.depths) else nodes), levels
+
+
+def take(candidates: Candidates, nodes: Ints) -> Candidates:
+    """The pool of some nodes, given in rising order and closed."""
     pool = candidates.pool
-    columns = ("tokens", "parents", "depths", "ranks", "log_probs", "state_rows")
-    shallow = replace(pool, **{name: getattr(pool, name)[:nodes] for name in columns})
+    places = np.full(len(pool) + 1, -1)  # the last entry serves the root, parent -1
+    places[nodes] = np.arange(len(nodes))
+    columns = ("tokens", "depths", "ranks", "log_probs", "state_rows")
+    smaller = replace(
+        pool, parents=places[pool.parents[nodes]], **{name: getattr(pool, name)[nodes] for name in columns}
+    )
     return replace(
-        candidates, pool=shallow, acceptance=candidates.acceptance[:nodes], reach=candidates.reach[:nodes],
-        masks=candidates.masks[:nodes],
+        candidates, pool=smaller, acceptance=candidates.acceptance[nodes], reach=candidates.reach[nodes],
+        masks=[candidates.masks[node] for node in nodes.tolist()] if candidates.masks else [],
     )  # fmt: skip
 
 
@@ -159,40 +194,64 @@ def replay(spec: PolicySpec, rows: ReplayRows, profile: DeviceProfile, oracle: b
     policy, kind = build_policy(spec), spec.acceptance_kind(rows.best)
     if kind not in rows.prompts[0][0].candidates:
         raise UserError(f"policy '{spec}': acceptance={kind} needs a predictor; give one, or use acceptance=raw")
-    depth = rows.depth if spec.depth is None else min(spec.depth, rows.depth)
-    drafting = profile.draft_ms(depth, policy.needs_routing or kind == "head") if policy.drafts else 0.0
-    tokens = passes = nodes = experts = 0
-    ms = 0.0
+    step = Step(policy, kind, rows.pool.cut(spec.depth, spec.min_reach).cut(deepest(policy)), profile, oracle)
+    tokens = passes = drafts = nodes = experts = 0
+    ms = draft_ms = 0.0
     for prompt in rows.prompts:
+        gate = DraftGate(policy.pause if isinstance(policy, Pausing) else 0)
         position = 0
         while position < len(prompt):
             row = prompt[position]
-            chosen = select(row, policy, kind, depth, profile, oracle) if policy.drafts else []
+            chosen: list[int] = []
+            drafting = 0.0
+            if policy.drafts and gate.passes():
+                chosen, drafting = step(row, gate)
+                drafts += 1
             union = row.used[0]
             for node in chosen:
                 union |= row.used[node + 1]
             emitted = 1 + accepted(row, chosen)
             ms += profile.pass_ms(1 + len(chosen), union.bit_count(), row.context) + drafting
+            draft_ms += drafting
             position += emitted
             tokens, passes, nodes = tokens + emitted, passes + 1, nodes + len(chosen)
             experts += union.bit_count()
     return ReplayResult(
-        policy=str(spec), tokens=tokens, passes=passes, ms=ms, draft_ms=drafting * passes, tokens_per_ms=tokens / ms,
+        policy=str(spec), tokens=tokens, passes=passes, drafts=drafts, ms=ms, draft_ms=draft_ms, tokens_per_ms=tokens / ms,
         accept_length=tokens / passes, nodes=nodes / passes, experts_per_layer=experts / passes / rows.layers,
-        draft_share=drafting * passes / ms,
+        draft_share=draft_ms / ms,
     )  # fmt: skip
 
 
-def select(
-    row: ReplayRow, policy: Policy, kind: AcceptanceKind, depth: int, profile: DeviceProfile, oracle: bool
-) -> list[int]:
-    """What the policy chooses at a row, from the first `depth` levels of its pool."""
-    candidates = row.candidates[kind]
-    if oracle:
-        candidates = replace(candidates, masks=row.used[1:], root_mask=row.used[0])
-    if depth < len(row.level_ends) - 1:
-        candidates = cut(candidates, row.level_ends[depth])
-    return policy.select(candidates, profile, row.context)
+@dataclass(frozen=True)
+class Step:
+    """The drafting half of one step: what is chosen at a row, and the ms that drafting, prediction and selection take."""
+
+    policy: Policy
+    kind: AcceptanceKind
+    shape: PoolConfig
+    profile: DeviceProfile
+    oracle: bool
+
+    def __call__(self, row: ReplayRow, gate: DraftGate) -> tuple[list[int], float]:
+        """Nodes of the row's recorded pool, and the time; the gate learns what the step gains."""
+        kept, levels = kept_nodes(row, self.shape)
+        size = len(row.depths) if kept is None else len(kept)
+        drafting = self.profile.draft_ms(levels, size, self.policy.needs_routing or self.kind == "head")
+        candidates, chosen = None, []
+        if size:
+            candidates = row.candidates[self.kind]
+            if self.oracle:
+                candidates = replace(candidates, masks=row.used[1:], root_mask=row.used[0])
+            if kept is not None:
+                candidates = take(candidates, kept)
+                if self.kind == "head":  # siblings share a softmax: those left out are out of it
+                    accepted = acceptance(candidates.pool, "head", None, row.logits[kept])
+                    candidates = with_acceptance(candidates, accepted)
+            chosen = self.policy.select(candidates, self.profile, row.context)
+        if isinstance(self.policy, Pausing):
+            gate.record(self.policy.gain(candidates, chosen, self.profile, drafting))
+        return (chosen if kept is None else kept[chosen].tolist()), drafting
 
 
 def accepted(row: ReplayRow, chosen: list[int]) -> int:

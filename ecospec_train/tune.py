@@ -37,6 +37,8 @@ from ecospec_train.traces import TargetRecord, Traces
 STUDY = "ecospec"
 BUDGETS = (2, 3, 4, 6, 8, 12, 24)  # of the `confidence` yardsticks
 SEARCHED = ("confidence", "ratio", "throughput")
+MIN_REACHES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+PAUSES = (0, 4)
 AS_GOOD = 0.005  # relative difference in rate that a simpler policy may cost
 MIN_PROMPTS = 4  # fewer unseen prompts than this are not enough to tune and confirm on
 
@@ -165,37 +167,38 @@ def yardsticks(depth: int) -> list[dict[str, Any]]:
     """Points that are always tried: as published, with one temperature, and each rule with each acceptance model."""
     points: list[dict[str, Any]] = []
     for kind in ("raw", "temperature"):
-        points += [
-            {"policy": "confidence", "acceptance": kind, "depth": depth, "confidence.budget": m} for m in BUDGETS
-        ]
+        points += [{"policy": "confidence", "acceptance": kind, "confidence.budget": m} for m in BUDGETS]
     for kind in get_args(AcceptanceKind):
-        points.append(
-            {"policy": "throughput", "acceptance": kind, "depth": depth, "throughput.scale": 1.0, "buffer": False}
-        )
-        points.append({"policy": "ratio", "acceptance": kind, "depth": depth, "ratio.budget": 4, "ratio.epsilon": 1.0,
-                       "buffer": False})  # fmt: skip
-    return points
+        points.append({"policy": "ratio", "acceptance": kind, "ratio.budget": 4, "ratio.epsilon": 1.0, "buffer": False})
+    own = {"policy": "throughput", "throughput.scale": 1.0, "throughput.pause": 4, "buffer": False}
+    points += [own | {"acceptance": kind} for kind in get_args(AcceptanceKind)]
+    points = [{"depth": depth, "min_reach": 0.0} | point for point in points]
+    return points + [points[-1] | {"min_reach": reach} for reach in (0.05, 0.1, 0.2)]
 
 
 def suggest(trial: optuna.Trial, depth: int, target: TargetRecord) -> tuple[PolicySpec, float]:
     """A policy out of the search space, and the scale of its price."""
     name = trial.suggest_categorical("policy", SEARCHED)
     kind = trial.suggest_categorical("acceptance", get_args(AcceptanceKind))
-    levels = trial.suggest_int("depth", 1, depth)
+    cut: dict[str, Any] = {
+        "depth": trial.suggest_int("depth", 1, depth),
+        "min_reach": trial.suggest_categorical("min_reach", MIN_REACHES),
+    }
     parameters: dict[str, Any] = {}
     scale = 1.0
     if name == "confidence":
         parameters["budget"] = trial.suggest_int("confidence.budget", 1, 32, log=True)
-        return PolicySpec(name=name, parameters=parameters, acceptance=kind, depth=levels), scale
+        return PolicySpec(name=name, parameters=parameters, acceptance=kind, **cut), scale
     if name == "ratio":
         parameters["budget"] = trial.suggest_int("ratio.budget", 1, 32, log=True)
         parameters["epsilon"] = trial.suggest_float("ratio.epsilon", 0.05, 20.0, log=True)
     else:
         scale = trial.suggest_float("throughput.scale", 0.5, 2.0, log=True)
+        parameters["pause"] = trial.suggest_categorical("throughput.pause", PAUSES)
     if trial.suggest_categorical("buffer", (False, True)):
         parameters["capacity"] = trial.suggest_int("capacity", target.top_k, target.experts, log=True)
         parameters["penalty"] = trial.suggest_float("penalty", 0.1, 10.0, log=True)
-    return PolicySpec(name=name, parameters=parameters, acceptance=kind, depth=levels), scale
+    return PolicySpec(name=name, parameters=parameters, acceptance=kind, **cut), scale
 
 
 def run_trials(
@@ -206,7 +209,7 @@ def run_trials(
     finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
     tried = [t.params for t in finished] + [t.system_attrs.get("fixed_params") for t in waiting]
-    missing = [point for point in yardsticks(rows.depth) if point not in tried]
+    missing = [point for point in yardsticks(rows.pool.depth) if point not in tried]
     for point in missing:
         study.enqueue_trial(point)
     remaining = max(config.trials - len(finished), len(missing) + len(waiting))
@@ -215,7 +218,7 @@ def run_trials(
 
     def objective(trial: optuna.Trial) -> float:
         nonlocal best
-        spec, scale = suggest(trial, rows.depth, target)
+        spec, scale = suggest(trial, rows.pool.depth, target)
         _, result = replay_at_best_price(spec, rows, profile, start=best, scale=scale)
         trial.set_user_attr("result", result.to_dict())
         best = max(best, result.tokens_per_ms)
@@ -240,7 +243,7 @@ def conclude(
     off = PolicySpec(name="off")
     rivals = {"off": off}
     for name, kind in (("confidence", "raw"), ("confidence_temperature", "temperature")):
-        fixed = [t for t in ranked if is_yardstick(t, kind, tuning.depth)]
+        fixed = [t for t in ranked if is_yardstick(t, kind, tuning.pool.depth)]
         rivals[name] = spec_of(fixed[0])
     results = {name: replay(rival, confirming, profile) for name, rival in rivals.items()}
     results["best"] = replay(spec, confirming, profile)
@@ -264,7 +267,7 @@ def conclude(
     )  # fmt: skip
     stored = DevicePolicy(
         policy=spec.name, parameters=build_policy(spec).parameters(), acceptance=spec.acceptance_kind(tuning.best),
-        depth=spec.depth, reason=reason, profile=profile,
+        depth=spec.depth, min_reach=spec.min_reach, reason=reason, profile=profile,
         results={"replay": report.results, "speedup_vs_off": report.speedup_vs_off,
                  "speedup_vs_confidence": report.speedup_vs_confidence, "positions": len(confirming)},
     )  # fmt: skip

@@ -149,8 +149,11 @@ class StubDrafter:
         nodes: list[tuple[int, int, int, int, float, int]] = []  # token, parent, depth, rank, log_prob, state row
         paths: dict[int, list[int]] = {-1: []}
         reach = {-1: 0.0}
-        level, states = [-1], 1
+        level, states, levels = [-1], 1, 1
+        least = np.log(np.float32(config.min_reach)) if config.min_reach else -np.inf
         for depth in range(1, config.depth + 1):
+            if not level:
+                break
             children = []
             for parent in sorted(level, key=lambda i: -reach[i])[: config.beam]:
                 for rank, token in enumerate(self.propose(sequence.tokens, paths[parent])[: config.width]):
@@ -158,7 +161,8 @@ class StubDrafter:
                     children.append((reach[parent] + log_prob, token, parent, rank, log_prob, states))
                 states += 1
             children.sort(key=lambda child: -child[0])
-            level = []
+            children = [child for child in children if np.float32(child[0]) >= least]
+            level, levels = [], depth
             for total, token, parent, rank, log_prob, row in children[: config.width]:
                 index = len(nodes)
                 nodes.append((token, parent, depth, rank, log_prob, row))
@@ -170,7 +174,7 @@ class StubDrafter:
             tokens=integers[0], parents=integers[1], depths=integers[2], ranks=integers[3],
             log_probs=np.array(columns[4], np.float32), state_rows=integers[5],
             states=np.zeros((states, self.width), np.float32), entropies=np.ones(states, np.float32),
-            root_token=root_token, temperatures=tuple(temperatures),
+            root_token=root_token, temperatures=tuple(temperatures), levels=levels,
             log_normalizers=np.zeros((states, len(temperatures)), np.float32),
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Growing candidate trees level by level, for any drafter that maps (state, token) to the next state.
 
-The best `width` of all children stay at each level and the best `beam` of those expand, so that a pool cut at depth d
-is the pool that would have been grown with depth d. Choosing is host-side. Legend of shapes: b beam, w width, H state
+The best `width` of all children stay at each level and the best `beam` of those expand, so that a pool cut at depth d, or
+at a reach, is the pool that would have been grown to there. Choosing is host-side. Legend of shapes: b beam, w width, H state
 width, s states of the pool, t temperatures.
 """
 
@@ -38,10 +38,15 @@ def grow(
     beam = min(config.beam, width)
     orders = np.empty((config.depth, width), np.int64)  # place of the parent in the level above * width + rank
     all_ids, all_log_probs = np.empty_like(orders), np.empty((config.depth, width), np.float32)
-    orders[0], all_ids[0], all_log_probs[0] = np.arange(width), ids, log_probs
+    all_reach = np.empty_like(all_log_probs)
+    orders[0], all_ids[0], all_log_probs[0], all_reach[0] = np.arange(width), ids, log_probs, reach
+    least = np.log(np.float32(config.min_reach)) if config.min_reach else -np.inf
+    levels = 1
     own = seen = np.eye(beam, dtype=bool)
     proposing = root_H.expand(beam, -1)
     for level in range(1, config.depth):
+        if reach[0] < least:
+            break
         new = step(level, ids[:beam], proposing, seen)
         found = propose(new)
         states.append(new)
@@ -51,18 +56,22 @@ def grow(
         order = np.argsort(-scores, kind="stable")[:width]
         reach, ids = scores[order], _host(found.ids).ravel()[order]
         orders[level], all_ids[level], all_log_probs[level] = order, ids, offered.ravel()[order]
+        all_reach[level], levels = reach, level + 1
         parents = order[:beam] // width
         seen = np.concatenate((seen[parents], own), axis=1)
         proposing = new.index_select(0, torch.from_numpy(parents).to(new.device))
-    above, ranks = orders // width, orders % width
-    depths = np.arange(1, config.depth + 1)[:, None] + np.zeros_like(orders)
+    above, ranks = orders[:levels] // width, orders[:levels] % width
+    depths = np.arange(1, levels + 1)[:, None] + np.zeros_like(above)
     parents, rows = above + (depths - 2) * width, above + 2 + (depths - 2) * beam
     parents[0], rows[0] = -1, 1
+    kept = ~(all_reach[:levels] < least)  # of each level the first ones: the best come first
+    places = np.cumsum(kept.ravel()) - 1
+    parents = np.where(parents < 0, -1, places[parents])
     return Pool(
-        tokens=target_ids[all_ids.ravel()], parents=parents.ravel(), depths=depths.ravel(), ranks=ranks.ravel(),
-        log_probs=all_log_probs.ravel(), state_rows=rows.ravel(), states=_joined(states),
+        tokens=target_ids[all_ids[:levels][kept]], parents=parents[kept], depths=depths[kept], ranks=ranks[kept],
+        log_probs=all_log_probs[:levels][kept], state_rows=rows[kept], states=_joined(states),
         entropies=_joined([p.entropies for p in proposals]), root_token=root_token, temperatures=temperatures,
-        log_normalizers=_joined([p.log_normalizers for p in proposals]) if temperatures else np.zeros((0, 0), np.float32),
+        levels=levels, log_normalizers=_joined([p.log_normalizers for p in proposals]) if temperatures else np.zeros((0, 0), np.float32),
     )  # fmt: skip
 
 

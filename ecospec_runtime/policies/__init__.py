@@ -23,6 +23,8 @@ POLICIES: dict[str, type[OffPolicy] | type[ConfidencePolicy] | type[RatioPolicy]
     policy.name: policy for policy in (OffPolicy, ConfidencePolicy, RatioPolicy, ThroughputPolicy)
 }
 
+OUTER = ("acceptance", "depth", "min_reach")  # what a policy's text form holds besides its own parameters
+
 __all__ = ["POLICIES", "Policy", "PolicySpec", "build_policy", "parse_policies", "parse_policy"]
 
 
@@ -33,6 +35,7 @@ class PolicySpec(Config):
     parameters: dict[str, Any] = Field(default_factory=dict)
     acceptance: AcceptanceKind | None = None  # None: see `acceptance_kind`
     depth: int | None = Field(default=None, ge=1)  # levels of the pool; None: as deep as it was configured
+    min_reach: float | None = Field(default=None, ge=0.0, lt=1.0)  # see PoolConfig; None: as it was configured
 
     def acceptance_kind(self, best: AcceptanceKind) -> AcceptanceKind:
         """The kind to use: as named; else `raw` for `off` and `confidence` (as published), `best` for the others."""
@@ -43,7 +46,7 @@ class PolicySpec(Config):
     def __str__(self) -> str:
         """The text form; `parse_policy` reads it back."""
         values: dict[str, Any] = {k: v for k, v in self.parameters.items() if v is not None}
-        values |= {k: v for k in ("acceptance", "depth") if (v := getattr(self, k)) is not None}
+        values |= {k: v for k in OUTER if (v := getattr(self, k)) is not None}
         return self.name + (":" + ",".join(f"{k}={v}" for k, v in values.items()) if values else "")
 
 
@@ -54,13 +57,13 @@ def build_policy(spec: PolicySpec) -> Policy:
     policy = POLICIES[spec.name]
     unknown = spec.parameters.keys() - policy.model_fields.keys()
     if unknown:
-        known = ", ".join([*policy.model_fields, "acceptance", "depth"])
+        known = ", ".join([*policy.model_fields, *OUTER])
         raise UserError(f"policy '{spec.name}' has no parameter '{min(unknown)}'; it takes {known}")
     return policy.model_validate(spec.parameters)
 
 
 def parse_policy(text: str) -> PolicySpec:
-    """Read `name` or `name:key=value,...`; keys are the policy's parameters, `acceptance` and `depth`. UserError."""
+    """Read `name` or `name:key=value,...`; keys are the policy's parameters and those of `OUTER`. UserError."""
     name, _, rest = text.strip().partition(":")
     values: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in rest.split(","))):
@@ -70,7 +73,7 @@ def parse_policy(text: str) -> PolicySpec:
         if key in values:
             raise UserError(f"policy '{text}': '{key}' is given twice")
         values[key] = None if value.lower() == "none" else value
-    outer = {key: values.pop(key) for key in ("acceptance", "depth") if key in values}
+    outer = {key: values.pop(key) for key in OUTER if key in values}
     built = build_policy(PolicySpec(name=name, parameters=values))
     return PolicySpec(name=name, parameters={k: v for k, v in built.parameters().items() if k in values}, **outer)
 

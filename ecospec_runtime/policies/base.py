@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
@@ -15,11 +15,7 @@ from ecospec_runtime.pool import Candidates
 
 
 class Policy(Protocol):
-    """Turns candidates into a verification set. Deterministic; sees nothing of the target's draw.
-
-    Seam for adaptive drafting: a policy may also carry `pause_after` (plain steps in a row after which drafting may
-    stop) and `probe_every` (steps between probes while it is stopped); whoever decodes reads them with `getattr`.
-    """
+    """Turns candidates into a verification set. Deterministic; sees nothing of the target's draw."""
 
     @property
     def name(self) -> str:
@@ -46,6 +42,23 @@ class Policy(Protocol):
     def parameters(self) -> dict[str, Any]:
         """The parameters that rebuild this policy: JSON-compatible."""
         ...
+
+
+@runtime_checkable
+class Pausing(Protocol):
+    """What a policy adds if drafting shall stop where it does not pay: see `DraftGate`."""
+
+    pause: int  # plain steps before drafting is tried again; 0: drafting never stops
+
+    def gain(self, candidates: Candidates | None, chosen: list[int], profile: DeviceProfile, draft_ms: float) -> float:
+        """Tokens that a step is expected to gain over a plain one, the time it costs counted; no candidates: no pool."""
+        ...
+
+
+def deepest(policy: Policy) -> int | None:
+    """Levels of the pool beyond which a policy cannot choose: a closed set of `budget` nodes is at most so deep."""
+    budget: int | None = getattr(policy, "budget", None)
+    return budget
 
 
 def reach_probabilities(candidates: Candidates, parents: list[int]) -> list[float]:

@@ -2,7 +2,7 @@
 
 Source: this project's own rule (DESIGN §3). T is the profiled pass time, the price is a long-run rate in tokens per ms
 (found by replay, `ecospec_train.tune`). Drafting and prediction are already paid for when a set is chosen and are no
-part of T here.
+part of T here; whether they are worth it is for `gain` and the `DraftGate` to say.
 
 With unlimited capacity the objective is supermodular: a node is worth more, never less, once the set has grown. So
 - a leaf that does not pay even in the company of the whole pool is in no optimal set: peeling such leaves leaves an
@@ -38,6 +38,7 @@ class ThroughputPolicy(Config):
     budget: int | None = Field(default=None, ge=1)  # nodes besides the root; None: as many as pay
     capacity: int | None = Field(default=None, ge=1)  # experts per layer; None: unlimited
     penalty: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)  # expert reads per overflow
+    pause: int = Field(default=4, ge=0)  # plain steps once drafting no longer pays, before it is tried again; 0: never
 
     name: ClassVar[str] = "throughput"
     drafts: ClassVar[bool] = True
@@ -48,7 +49,7 @@ class ThroughputPolicy(Config):
         """See `Policy.select`."""
         parents = candidates.pool.parents.tolist()
         masks = require_masks(candidates, self.name)
-        price = 1.0 / profile.plain_ms if self.price is None else self.price
+        price = self.tokens_per_ms(profile)
         token_cost = price * profile.per_token_ms
         worth = [value - token_cost for value in reach_probabilities(candidates, parents)]
         buffer = None
@@ -56,6 +57,23 @@ class ThroughputPolicy(Config):
             buffer = ExpertBuffer(self.capacity, self.penalty, candidates.layers, candidates.experts)
         search = _Search(parents, worth, masks, candidates.root_mask, price * profile.per_expert_ms, buffer)
         return search.run(self.budget)
+
+    def tokens_per_ms(self, profile: DeviceProfile) -> float:
+        """The price of time."""
+        return 1.0 / profile.plain_ms if self.price is None else self.price
+
+    def gain(self, candidates: Candidates | None, chosen: list[int], profile: DeviceProfile, draft_ms: float) -> float:
+        """See `Pausing`."""
+        price = self.tokens_per_ms(profile)
+        if candidates is None or not chosen:
+            return -price * draft_ms
+        values = reach_probabilities(candidates, candidates.pool.parents.tolist())
+        union = candidates.root_mask
+        for node in chosen:
+            union |= candidates.masks[node]
+        experts = union.bit_count() - candidates.root_mask.bit_count()
+        extra_ms = profile.per_token_ms * len(chosen) + profile.per_expert_ms * experts
+        return sum(values[node] for node in chosen) - price * (extra_ms + draft_ms)
 
     def parameters(self) -> dict[str, Any]:
         """See `Policy.parameters`."""

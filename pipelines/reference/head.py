@@ -26,7 +26,6 @@ import lightning as L
 import numpy as np
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
@@ -35,7 +34,7 @@ from transformers import Qwen3MoeForCausalLM
 from ecospec_runtime.drafters.eagle3 import Eagle3Head, HeadWeights, fill, rope_tables
 from ecospec_runtime.drafters.eagle3_config import HeadConfig, checked_map, read_head_config, read_tensors
 from pipelines.reference.muon import Muon
-from pipelines.reference.target import CONTEXT, Windows
+from pipelines.reference.target import CONTEXT, Snapshots, Windows
 
 DRAFT_VOCABULARY = 2048
 INTERMEDIATE = 512
@@ -250,31 +249,6 @@ class HeadModule(L.LightningModule):
         return [muon, adam]
 
 
-class Snapshots(Callback):
-    """Save the head every `minutes` and at the end, so that a killed run leaves a usable one."""
-
-    def __init__(self, out: Path, recipe: dict[str, object], minutes: float = 5):
-        self.out, self.recipe, self.every, self.last = out, recipe, minutes * 60, time.monotonic()
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        """Save when due, on rank 0."""
-        if trainer.is_global_zero and time.monotonic() - self.last > self.every:
-            self.save(module)
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Save the final weights."""
-        if trainer.is_global_zero:
-            self.save(module)
-
-    def save(self, module: L.LightningModule) -> None:
-        """Write the head and its training history."""
-        assert isinstance(module, HeadModule)
-        self.last = time.monotonic()
-        save_head(module.head, module.ids, self.out)
-        record = {"recipe": self.recipe, "tokens": module.seen, "history": module.history[::10]}
-        (self.out / "training.json").write_text(json.dumps(record))
-
-
 def main() -> None:
     """Command line entry; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -307,7 +281,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu", devices=args.processes, strategy="ddp" if args.processes > 1 else "auto", max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Snapshots(args.out, {k: str(v) for k, v in vars(args).items()})],
+        callbacks=[Snapshots(lambda module: save_head(module.head, ids_V, args.out), args)],
     )  # fmt: skip
     trainer.fit(HeadModule(target, head, ids_V, args.minutes, args.lr, args.steps, args.share), data)
 

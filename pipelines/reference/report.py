@@ -149,7 +149,7 @@ def weights_summary(folder: Path, parameters: int) -> dict[str, Any]:
     training = json.loads(path.read_text()) if path.exists() else {}
     return {
         "parameters": parameters, "bytes": sum(f.stat().st_size for f in files), "training_tokens": training.get("tokens"),
-        "recipe": training.get("recipe"),
+        "recipes": training.get("recipes", []),
     }  # fmt: skip
 
 

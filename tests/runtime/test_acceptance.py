@@ -14,6 +14,7 @@ from ecospec_runtime.acceptance import (
     TEMPERATURES,
     AcceptanceModel,
     LogisticWeights,
+    SamplingCorrection,
     acceptance,
     logistic,
     sibling_softmax,
@@ -118,3 +119,17 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path, text: str | None, name
 def test_the_file_reads_back(tmp_path: Path) -> None:
     (tmp_path / "acceptance.json").write_text(MODEL.model_dump_json())
     assert AcceptanceModel.load(tmp_path) == MODEL
+
+
+def test_sampling_corrects_every_fitted_kind_but_not_the_drafters_own() -> None:
+    corrections = [SamplingCorrection(temperature=0.0), SamplingCorrection(temperature=0.8, slope=0.5, bias=-1.0)]
+    model = MODEL.model_copy(update={"sampling": corrections})
+    logits = np.array([1.0, -1.0, 0.5, 0.0], np.float32)
+    for kind in KINDS:
+        greedy = acceptance(small_pool(), kind, model, logits)
+        np.testing.assert_array_equal(greedy, acceptance(small_pool(), kind, MODEL, logits, 0.8))
+        for temperature, slope, bias in ((0.4, 0.75, -0.5), (0.8, 0.5, -1.0), (2.0, 0.5, -1.0)):
+            odds = np.exp(bias) * (greedy / (1 - greedy)) ** slope
+            expected = greedy if kind == "raw" else odds / (1 + odds)
+            found = acceptance(small_pool(), kind, model, logits, temperature)
+            np.testing.assert_allclose(found, expected, rtol=1e-4)

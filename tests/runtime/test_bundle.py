@@ -42,7 +42,7 @@ def test_engine_follows_the_tuned_policy(tiny_bundle: Path) -> None:
     engine = Engine.from_bundle(tiny_bundle)
     assert engine.policy.name == "throughput"
     assert engine.policy.parameters()["price"] == 0.15
-    assert engine.depth == 3
+    assert engine.shape.depth == 3
 
 
 def edit(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:

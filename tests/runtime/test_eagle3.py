@@ -196,6 +196,30 @@ def test_a_cut_pool_is_the_pool_of_that_depth(
     np.testing.assert_array_equal(full.states[: len(live.states)], live.states)
 
 
+@settings(max_examples=20, deadline=None)
+@given(config=shapes, min_reach=st.floats(1e-4, 0.9))
+def test_a_pool_cut_at_a_reach_is_what_the_full_pool_holds_from_there_up(
+    drafter: Eagle3Drafter, whole: Any, config: PoolConfig, min_reach: float
+) -> None:
+    full = drafter.expand_many(whole, [40], config)[0]
+    live = drafter.expand_many(whole, [40], config.cut(None, min_reach))[0]
+    reach = full.log_probs.copy()
+    for i, parent in enumerate(full.parents.tolist()):
+        reach[i] += reach[parent] if parent >= 0 else 0.0
+    kept = np.flatnonzero(reach >= np.log(np.float32(min_reach)))
+    for name in ("tokens", "depths", "ranks", "log_probs", "state_rows"):
+        np.testing.assert_array_equal(getattr(full, name)[kept], getattr(live, name), err_msg=name)
+    np.testing.assert_array_equal(full.tokens[full.parents[kept]], live_parents(full, live))
+    np.testing.assert_array_equal(full.states[: len(live.states)], live.states)
+    deepest = int(live.depths.max(initial=0))
+    assert live.levels == min(config.depth, deepest + 1)  # one level is paid for to learn that it keeps nothing
+
+
+def live_parents(full: Pool, live: Pool) -> np.ndarray:
+    """Tokens of the parents; a child of the root shows what index -1 shows in `full`."""
+    return np.where(live.parents < 0, full.tokens[-1], live.tokens[live.parents]) if len(live) else live.tokens
+
+
 @settings(max_examples=10, deadline=None)
 @given(pieces=st.lists(st.integers(1, 80), min_size=1, max_size=8))
 def test_catching_up_in_pieces_equals_one_extension(drafter: Eagle3Drafter, whole: Any, pieces: list[int]) -> None:

@@ -106,17 +106,17 @@ def test_scorer_agrees_with_the_network_row_by_row(folder: Path) -> None:
     assert found.reach == pytest.approx(reach, rel=1e-4)
 
 
-def test_shrinkage_adds_a_share_of_the_pools_mean(folder: Path) -> None:
+def test_shrinkage_adds_a_share_of_what_root_and_first_node_agree_on(folder: Path) -> None:
     predictor = Predictor.from_folder(folder)
     plain = predictor.predict(pool(), embed).routing_logits
     predictor.manifest.shrinkage = 0.25
     shrunk = predictor.predict(pool(), embed).routing_logits
-    assert shrunk == pytest.approx(plain + 0.25 * plain.mean(0), abs=1e-5)
+    assert shrunk == pytest.approx(plain + 0.25 * plain[:2].mean(0), abs=1e-5)
 
 
 def test_one_unknown_row_does_not_spread_over_the_pool() -> None:
     logits = np.random.default_rng(0).normal(size=(4, LAYERS, EXPERTS)).astype(np.float32)
-    logits[2, 1, 3] = np.nan
+    logits[1, 1, 3] = np.nan
     before = logits.copy()
     shrink(logits, 0.1)
     assert np.array_equal(logits, before, equal_nan=True)

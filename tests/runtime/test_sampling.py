@@ -101,7 +101,8 @@ def test_pool_config() -> None:
     pool = PoolConfig(depth=5, beam=2, width=3)
     assert pool.pool_size == 15
     assert pool.cut(2).depth == 2
-    assert pool.cut(None) is pool
-    assert pool.cut(9) is pool
+    assert pool.cut(None) == pool
+    assert pool.cut(9) == pool
+    assert pool.cut(None, 0.1).cut(2, 0.05) == PoolConfig(depth=2, beam=2, width=3, min_reach=0.1)
     with pytest.raises(UserError, match="'levels' is not supported"):
         PoolConfig(levels=3)  # type: ignore[call-arg]

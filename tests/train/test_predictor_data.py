@@ -12,7 +12,14 @@ from ecospec_runtime.acceptance import TEMPERATURES, AcceptanceModel, LogisticWe
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import Prediction, PredictorShapes
 from ecospec_train.baselines import RoutingTable, hits, top_ids
-from ecospec_train.calibrate import AcceptanceRows, calibration_error, fit_logistic, fit_temperature, log_loss
+from ecospec_train.calibrate import (
+    AcceptanceRows,
+    calibration_error,
+    fit_logistic,
+    fit_sampling,
+    fit_temperature,
+    log_loss,
+)
 from ecospec_train.evaluate import Evaluation, choose_shrinkage, routing_table
 from ecospec_train.predictor_data import (
     BatchStream,
@@ -53,7 +60,7 @@ def test_rows_are_what_the_pools_say(traces: Traces) -> None:
         expected = np.stack([pool.log_probs, pool.ranks, pool.depths, pool.entropies[pool.state_rows]], -1)
         assert (table.scalars[base + 1 : end] == expected).all()
         assert (table.routing[base:end] == shard.routing_of(row)).all()
-        follows, reached = shard.next_tokens_of(row), [True]
+        follows, reached, chances = shard.next_tokens_of(row), [True], {-1: np.ones(len(manifest.target_temperatures))}
         for i, (token, parent) in enumerate(zip(pool.tokens.tolist(), pool.parents.tolist(), strict=True)):
             reached.append(reached[parent + 1] and token == follows[parent + 1])
             assert table.weight[base + 1 + i] == reached[parent + 1]
@@ -61,6 +68,11 @@ def test_rows_are_what_the_pools_say(traces: Traces) -> None:
             scaled = np.exp(before / (manifest.temperature or 1))
             label = scaled[token] / scaled.sum() if manifest.temperature else float(token == before.argmax())
             assert table.label[base + 1 + i] == pytest.approx(label, rel=1e-3)
+            assert table.sampled_weight[base + 1 + i] == pytest.approx(chances[parent], rel=1e-3)
+            cooled = [np.exp(before / t) for t in manifest.target_temperatures]
+            sampled = np.array([values[token] / values.sum() for values in cooled])
+            assert table.sampled[base + 1 + i] == pytest.approx(sampled, rel=1e-3)
+            chances[i] = chances[parent] * sampled
         assert table.reached[base:end].tolist() == reached
 
 
@@ -167,6 +179,16 @@ def test_the_temperature_of_the_labels_is_found() -> None:
     rows = AcceptanceRows(scalars.astype(np.float32), label.astype(np.float32), normalizers.astype(np.float32))
     assert fit_temperature(rows, TEMPERATURES) == 0.5
     assert fit_temperature(rows, ()) == 1.0
+
+
+def test_what_sampling_does_is_recovered() -> None:
+    rng = np.random.default_rng(0)
+    p = rng.uniform(0.02, 0.98, 4000).astype(np.float32)
+    sampled = 1 / (1 + np.exp(-(0.6 * np.log(p / (1 - p)) - 0.7)))
+    weight = rng.uniform(0, 1, 4000).astype(np.float32)
+    sampled[:2000], weight[:2000] = rng.uniform(size=2000), 0.0  # never reached: says nothing
+    found = fit_sampling(p, sampled.astype(np.float32), weight, 0.7)
+    assert (found.temperature, found.slope, found.bias) == pytest.approx((0.7, 0.6, -0.7), abs=1e-3)
 
 
 def test_log_loss_and_calibration_error() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import Qwen3MoeForCausalLM
 
 from ecospec_runtime.config import PoolConfig
@@ -19,6 +21,7 @@ from ecospec_runtime.target import Target
 from pipelines.reference import head as reference
 from pipelines.reference.ngram import KneserNey, perplexity, unigram
 from pipelines.reference.report import accepted_depth, balance
+from pipelines.reference.unlikelihood import continue_greedily, third_time
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +122,20 @@ def test_accepted_depth_follows_the_tree() -> None:
     assert balance(np.array([[2, 2], [4, 0]])) == [
         {"max_over_mean": 1.0, "entropy": 1.0}, {"max_over_mean": 2.0, "entropy": 0.0},
     ]  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60))
+def test_what_is_said_a_third_time_is_in_a_loop(ids: list[int]) -> None:
+    marks = third_time(torch.tensor([ids]))[0].tolist()
+    for i, marked in enumerate(marks):
+        thrice = [p for p in range(1, 17) if i >= 2 * p and all(ids[j] == ids[j - p] for j in range(i - p, i + 1))]
+        assert marked == bool(thrice)
+    assert any(marks) or loop_share(ids) == 0.0
+
+
+def test_greedy_continuation_is_generates_own(target: Target) -> None:
+    assert isinstance(target.model, Qwen3MoeForCausalLM)
+    prompts = torch.tensor([[5, 9, 40, 3], [60, 61, 62, 2]])
+    expected = target.model.generate(prompts, do_sample=False, max_new_tokens=9, eos_token_id=None)
+    assert continue_greedily(target.model, prompts, 9).tolist() == expected.tolist()

@@ -33,16 +33,22 @@ def rows(traces: Traces) -> ReplayRows:
 
 POLICIES = [
     "off", "confidence:budget=3", "confidence:budget=6,acceptance=temperature,depth=2", "confidence:budget=5,acceptance=head",
-    "ratio:budget=4,epsilon=0.5,acceptance=logistic", "ratio:budget=6,depth=1", "throughput:price=0.6",
-    "throughput:price=0.4,acceptance=raw,depth=2,capacity=5",
+    "ratio:budget=4,epsilon=0.5,acceptance=logistic", "ratio:budget=6,depth=1", "throughput:price=0.6,pause=0",
+    "throughput:price=0.4,acceptance=raw,depth=2,capacity=5,pause=0", "confidence:budget=6,min_reach=0.1",
+    "throughput:price=0.5,acceptance=logistic,min_reach=0.3,pause=0",
 ]  # fmt: skip
 
 
-def shallow(pool: Pool, depth: int) -> Pool:
-    """The pool without its deeper levels, node by node."""
-    keep = [i for i in range(len(pool)) if pool.depths[i] <= depth]
-    columns = ("tokens", "parents", "depths", "ranks", "log_probs", "state_rows")
-    return replace(pool, **{name: getattr(pool, name)[keep] for name in columns})
+def smaller(pool: Pool, depth: int, min_reach: float) -> tuple[Pool, list[int]]:
+    """The pool without its deeper levels and less likely nodes, node by node; and which nodes are left."""
+    reach = np.exp(pool.log_probs.astype(np.float64))
+    for i in range(len(pool)):
+        reach[i] *= reach[pool.parents[i]] if pool.parents[i] >= 0 else 1.0
+    keep = [i for i in range(len(pool)) if pool.depths[i] <= depth and reach[i] >= min_reach]
+    columns = ("tokens", "depths", "ranks", "log_probs", "state_rows")
+    parents = [keep.index(pool.parents[i]) if pool.parents[i] >= 0 else -1 for i in keep]
+    pool = replace(pool, parents=np.array(parents, np.int64), **{name: getattr(pool, name)[keep] for name in columns})
+    return pool, keep
 
 
 def slow_steps(
@@ -60,13 +66,17 @@ def slow_steps(
         position = 0
         while (prompt, position) in positions:
             shard, row = positions[prompt, position]
-            pool = shallow(shard.pool(row), spec.depth or 99)
-            routing, next_tokens = shard.routing_of(row), shard.next_tokens_of(row)
+            depth = min(spec.depth or 3, getattr(policy, "budget", None) or 3, 3)
+            pool, keep = smaller(shard.pool(row), depth, spec.min_reach or 0.0)
+            verified = [0, *(i + 1 for i in keep)]
+            routing, next_tokens = shard.routing_of(row)[verified], shard.next_tokens_of(row)[verified]
             experts = [{(layer, e) for layer in range(LAYERS) for e in node[layer].tolist()} for node in routing]
-            candidates = scorer.score(pool, embed, needs_routing=True)
-            if oracle:
-                candidates = with_true_routing(candidates, experts)
-            chosen = set(policy.select(candidates, profile, int(shard.context[row])))
+            chosen: set[int] = set()
+            if len(pool):
+                candidates = scorer.score(pool, embed, needs_routing=True)
+                if oracle:
+                    candidates = with_true_routing(candidates, experts)
+                chosen = set(policy.select(candidates, profile, int(shard.context[row])))
 
             def follow(at: int, pool: Pool = pool, chosen: set[int] = chosen, wanted: np.ndarray = next_tokens) -> int:
                 hit = [i for i in chosen if pool.parents[i] == at and pool.tokens[i] == wanted[at + 1]]
@@ -75,8 +85,10 @@ def slow_steps(
             used = set().union(experts[0], *(experts[i + 1] for i in chosen))
             ms = 0.2 + 0.01 * (1 + len(chosen)) + 0.05 * len(used) + 1e-4 * int(shard.context[row])
             if policy.drafts:
-                ms += 0.03 + 0.02 * (min(spec.depth or 3, 3) - 1) + 0.004
-                ms += 0.01 if policy.needs_routing or kind == "head" else 0.0
+                grown = [d for d in range(1, depth + 1) if d == 1 or (pool.depths == d - 1).any()]
+                ms += 0.03 + 0.02 * (len(grown) - 1) + 0.004
+                if len(pool) and (policy.needs_routing or kind == "head"):
+                    ms += 0.01 + 0.0005 * len(pool)
             emitted = follow(-1)
             yield emitted, len(chosen), len(used), ms
             position += emitted
@@ -115,8 +127,8 @@ def test_speculation_accepts_something(rows: ReplayRows) -> None:
 def test_price_by_dinkelbach_beats_a_grid(tmp_path: Path) -> None:
     rows = load_rows(Traces(write_traces(tmp_path, 30, 12, temperature=1.0)), NearlyRightPredictor())  # type: ignore[arg-type]
     profile = make_profile()
-    spec, best = replay_at_best_price(parse_policy("throughput"), rows, profile)
-    rates = {p: replay(parse_policy(f"throughput:price={p}"), rows, profile).tokens_per_ms
+    spec, best = replay_at_best_price(parse_policy("throughput:pause=0"), rows, profile)
+    rates = {p: replay(parse_policy(f"throughput:pause=0,price={p}"), rows, profile).tokens_per_ms
              for p in np.linspace(0.2, 3.0, 12) / profile.plain_ms}  # fmt: skip
     assert best.tokens_per_ms >= 0.98 * max(rates.values()) > 1.1 * min(rates.values())
     assert replay(spec, rows, profile) == best

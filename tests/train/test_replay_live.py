@@ -73,7 +73,7 @@ def rows(target: Target, texts: list[list[int]], drafter: Any) -> ReplayRows:
         [record(target, drafter, scorer, text[: len(prompt) + position]) for position in range(LENGTH)]
         for prompt, text in zip(PROMPTS, texts, strict=True)
     ]
-    return ReplayRows(prompts, 7, SHAPE.depth, "head")
+    return ReplayRows(prompts, 7, SHAPE, "head")
 
 
 def record(target: Target, drafter: Any, scorer: Scorer, known: list[int]) -> ReplayRow:
@@ -98,20 +98,25 @@ def record(target: Target, drafter: Any, scorer: Scorer, known: list[int]) -> Re
 @pytest.mark.parametrize(
     "text",
     ["off", "confidence:budget=4,acceptance=raw", "confidence:budget=3,acceptance=logistic,depth=2",
-     "ratio:budget=5,acceptance=head", "throughput:price=0.9,acceptance=head", "throughput:price=0.5,acceptance=raw,depth=2"],
+     "ratio:budget=5,acceptance=head", "throughput:price=0.9,acceptance=head", "throughput:price=0.5,acceptance=raw,depth=2",
+     "confidence:budget=6,acceptance=head,min_reach=0.2", "throughput:price=0.9,acceptance=head,min_reach=0.12,pause=0",
+     "ratio:budget=5,acceptance=raw,min_reach=0.55", "throughput:price=2.5,acceptance=logistic,min_reach=0.3,pause=2"],
 )  # fmt: skip
 def test_replay_equals_live_decoding(target: Target, drafter: Any, rows: ReplayRows, text: str) -> None:
     spec, profile = parse_policy(text), make_profile(per_expert_ms=0.02)
     scorer = Scorer(FixedPredictor(), spec.acceptance_kind("head"), 7, 12)  # type: ignore[arg-type]
-    engine = Engine(target, drafter, scorer, build_policy(spec), profile, SHAPE, depth=spec.depth, record_routing=True)
+    engine = Engine(target, drafter, scorer, build_policy(spec), profile, SHAPE, depth=spec.depth,
+                    min_reach=spec.min_reach, record_routing=True)  # fmt: skip
     accepted = 0
     for prompt, recorded in zip(PROMPTS, rows.prompts, strict=True):
-        result = replay(spec, ReplayRows([recorded], 7, SHAPE.depth, "head"), profile)
+        result = replay(spec, ReplayRows([recorded], 7, SHAPE, "head"), profile)
         stream = engine.generate(prompt, GenerationConfig(max_new_tokens=LENGTH + 1, eos_token_id=()))
         assert len(list(stream)) == LENGTH + 1
         live = stream.statistics
         # The last token, if the replay stopped just before it, takes live decoding a plain pass more.
         assert live.passes == result.passes + (result.tokens == LENGTH)
+        if result.tokens != LENGTH:
+            assert live.drafts == result.drafts
         assert live.verified == round(result.nodes * result.passes)
         assert live.accepted == result.tokens - result.passes
         unions = [len(layer.unique()) for layers in live.recorded[: result.passes] for layer in layers]

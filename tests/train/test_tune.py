@@ -27,7 +27,7 @@ CHEAP = {
     "predict_ms": 0.002,
     "select_ms": 0.001,
 }
-DEAR = {"per_expert_ms": 2.0, "draft_level_ms": 1.0, "draft_fixed_ms": 2.0}
+DEAR = {"per_expert_ms": 2.0, "draft_level_ms": 1.0, "draft_fixed_ms": 60.0}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,72 @@
+"""Teach the reference target not to loop: likelihood on text and, on its own greedy text, unlikelihood of loops.
+
+    python -m pipelines.reference.unlikelihood --corpus runs/reference/corpus --init runs/reference/base \
+        --out runs/reference/target --minutes 10
+
+Small language models repeat themselves under greedy decoding, and loops flatter every figure of speculative decoding. Each
+step continues prefixes of training windows greedily; where the continuation repeats a third time what it has said twice
+(periods up to `LONGEST`, as `ecospec_runtime.statistics.loop_share` counts), -log(1 - p) of the repeated token is added to
+the loss. Source: the sequence-level loss of Welleck et al., "Neural Text Generation with Unlikelihood Training",
+arXiv 1908.04319, on loops in place of repeated 4-grams, which code is full of.
+
+Shapes: B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeForCausalLM
+
+from pipelines.reference.target import TargetModule, arguments, train
+
+LONGEST = 16  # tokens of a loop's period
+PREFIX, CONTINUED = 96, 96  # tokens
+WEIGHT = 1.0  # of the unlikelihood beside the likelihood
+
+
+def third_time(ids_BT: Tensor, longest: int = LONGEST) -> Tensor:
+    """Tokens that say something for at least the third time in a row: bool `[B, T]`."""
+    marks = torch.zeros_like(ids_BT, dtype=torch.bool)
+    positions = torch.arange(ids_BT.size(1))
+    for period in range(1, min(longest, ids_BT.size(1) // 3) + 1):
+        same = torch.zeros_like(marks)
+        same[:, period:] = ids_BT[:, period:] == ids_BT[:, :-period]
+        broken = torch.where(same, -1, positions).cummax(1).values  # last position that broke the repeat
+        marks |= positions - broken > period
+    return marks
+
+
+@torch.no_grad()
+def continue_greedily(model: Qwen3MoeForCausalLM, ids_BT: Tensor, tokens: int) -> Tensor:
+    """`ids_BT` followed by `tokens` greedy tokens."""
+    cache, new = None, ids_BT
+    for _ in range(tokens):
+        out = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, new = out.past_key_values, out.logits.argmax(-1)
+        ids_BT = torch.cat((ids_BT, new), dim=1)
+    return ids_BT
+
+
+class UnlikelihoodModule(TargetModule):
+    """`TargetModule` with the second loss; `history` keeps the share of continued tokens that were penalised."""
+
+    def losses(self, batch: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Likelihood of a batch `[B, T + 1]` plus unlikelihood of the loops that follow its prefixes."""
+        loss, row = super().losses(batch)
+        with torch.compiler.set_stance("force_eager"):
+            text = continue_greedily(self.model, batch[:, :PREFIX], CONTINUED)
+        looped = third_time(text)[:, PREFIX:]
+        logits = self.model(input_ids=text[:, :-1], logits_to_keep=CONTINUED).logits
+        p = logits.softmax(-1).gather(-1, text[:, PREFIX:, None])[..., 0]
+        unlikelihood = -(torch.log1p(-p.clamp(max=1 - 1e-4)) * looped).sum() / looped.sum().clamp(min=1)
+        return loss + WEIGHT * unlikelihood, row | {"looped": looped.float().mean().item()}
+
+
+def main() -> None:
+    """Command line entry; see the module docstring."""
+    train(arguments(str(__doc__).split("\n")[0], minutes=10, batch=8, lr=1e-3).parse_args(), UnlikelihoodModule)
+
+
+if __name__ == "__main__":
+    main()
