@@ -52,7 +52,8 @@ quickstart: $(STAMP)
 
 reference: $(STAMP)
 	$(BIN)/python -m pipelines.reference.corpus --out runs/reference/corpus
-	$(BIN)/python -m pipelines.reference.target --corpus runs/reference/corpus --out runs/reference/target
+	$(BIN)/python -m pipelines.reference.target --corpus runs/reference/corpus --out runs/reference/base
+	$(BIN)/python -m pipelines.reference.unlikelihood --corpus runs/reference/corpus --init runs/reference/base --out runs/reference/target
 	$(BIN)/python -m pipelines.reference.head --corpus runs/reference/corpus --target runs/reference/target --out runs/reference/drafter
 	$(BIN)/python -m pipelines.reference.report --corpus runs/reference/corpus --target runs/reference/target --head runs/reference/drafter --out runs/reference
 

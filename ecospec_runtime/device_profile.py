@@ -30,7 +30,7 @@ class DeviceProfile(BaseModel):
     select_ms: float = 0.0
     heldout_error: float  # mean relative error on passes the fit has not seen
     plain_ms: float  # measured plain step
-    expert_share: float  # share of a plain step spent in experts, by the fit
+    expert_share: float  # share of a plain step spent in expert modules, measured
 
     def pass_ms(self, nodes: int, union: int, context: int = 0) -> float:
         """Predicted time of a pass over `nodes` tokens (root included) that touches `union` (layer, expert) pairs."""

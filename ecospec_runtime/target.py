@@ -56,9 +56,9 @@ class Target:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._decoder = model.get_decoder()
         self._layers = _decoder_layers(self._decoder, source)
-        self._experts = _experts_modules(self._decoder, self.architecture, source)
-        self.moe_layers = len(self._experts)
-        self.experts = _one({m.num_experts for m in self._experts}, "expert counts", source)
+        self.expert_modules = _experts_modules(self._decoder, self.architecture, source)
+        self.moe_layers = len(self.expert_modules)
+        self.experts = _one({m.num_experts for m in self.expert_modules}, "expert counts", source)
         self._cache_name = _cache_argument(model, source)
         self._windows = _sliding_windows(self.config, source)
         self._armed: tuple[tuple[int, ...], bool] = ((), False)
@@ -191,7 +191,7 @@ class Target:
                 hook = self._layers[i].register_forward_pre_hook(_keep_input(self._aux, i), with_kwargs=True)
             self._handles.append(hook)
         if routing:
-            for module in self._experts:
+            for module in self.expert_modules:
                 self._handles.append(module.register_forward_pre_hook(self._record_routing, with_kwargs=True))
         self._armed = (aux_layers, routing)
 

@@ -47,6 +47,8 @@ BAD_FIT = 0.05  # held-out relative error above which the profile is not to be t
 UNSTEADY = 0.10  # relative interquartile range of repeats that says the machine is busy
 MIN_ROUNDS = 3
 WARM_UP = 3
+PLAIN_STEPS = 64
+BETWEEN = 4  # rows of the target's passes between timed drafts
 CATCH_UP = 2  # rows the drafter is given per step: about what a step emits
 
 
@@ -104,7 +106,8 @@ def profile(config: ProfileConfig) -> DeviceProfile:
         np.array([len(p.tokens) for p in passes], np.float64), np.array([p.union for p in passes], np.float64),
         np.array([p.context for p in passes], np.float64), np.array([p.median for p in passes]), config.seed,
     )  # fmt: skip
-    result = base_profile(target, passes, cost, config)
+    experts_ms, steps_ms = plain_steps(target, text, sorted(config.contexts)[len(config.contexts) // 2], PLAIN_STEPS)
+    result = base_profile(target, passes, cost, experts_ms / steps_ms, config)
     drafting = measure_drafting(target, drafter, predictor, text, result, config)
     result = result.model_copy(update=drafting)
     for line in complaints(result, passes, predictor is None):
@@ -197,7 +200,35 @@ def run_pass(target: Target, drafter: Drafter, one: TimedPass, cache: Any) -> fl
     return elapsed * 1e3
 
 
-def base_profile(target: Target, passes: list[TimedPass], cost: PassCost, config: ProfileConfig) -> DeviceProfile:
+def plain_steps(target: Target, text: list[int], context: int, steps: int) -> tuple[float, float]:
+    """Median ms that a plain step along `text` spends in expert modules, and that it takes, after `context` tokens."""
+    cache = prefilled(target, text[:context])
+    clock = time.thread_time if target.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
+    def now(*_: Any) -> float:
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        return clock()
+
+    marks: list[float] = []
+    handles = [hook(lambda *_: marks.append(now())) for module in target.expert_modules
+               for hook in (module.register_forward_pre_hook, module.register_forward_hook)]  # fmt: skip
+    experts_ms, steps_ms = [], []
+    for i, token in enumerate(text[context : context + steps]):
+        marks.clear()
+        start = now()
+        target.forward(torch.tensor([token], device=target.device), torch.tensor([context + i], device=target.device),
+                       None, cache)  # fmt: skip
+        steps_ms.append((now() - start) * 1e3)
+        experts_ms.append((sum(marks[1::2]) - sum(marks[::2])) * 1e3)
+    for handle in handles:
+        handle.remove()
+    return float(np.median(experts_ms)), float(np.median(steps_ms))
+
+
+def base_profile(
+    target: Target, passes: list[TimedPass], cost: PassCost, share: float, config: ProfileConfig
+) -> DeviceProfile:  # fmt: skip
     """The profile without the drafter's part."""
     dtype, threads = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
     name = device_name(config.device)
@@ -206,7 +237,7 @@ def base_profile(target: Target, passes: list[TimedPass], cost: PassCost, config
         device=name, slug=device_slug(name, dtype, threads), dtype=dtype, threads=threads, versions=versions(),
         fixed_ms=cost.fixed, per_token_ms=cost.per_token, per_expert_ms=cost.per_expert,
         per_context_ms=cost.per_context, heldout_error=cost.heldout_error, plain_ms=plain_ms,
-        expert_share=cost.per_expert * target.moe_layers * target.top_k / plain_ms,
+        expert_share=share,
     )  # fmt: skip
 
 
@@ -214,7 +245,10 @@ def measure_drafting(
     target: Target, drafter: Drafter, predictor: Predictor | None, text: list[int], base: DeviceProfile,
     config: ProfileConfig,
 ) -> dict[str, float]:  # fmt: skip
-    """Milliseconds of catching up plus one level, of each further level, of prediction and of selection."""
+    """Milliseconds of catching up plus one level, of each further level, of prediction and of selection.
+
+    The target runs in between, as it does when decoding: it leaves little else in the processor's caches.
+    """
     context, repeats = sorted(config.contexts)[len(config.contexts) // 2], 3 * config.repeats
     end = context + CATCH_UP * 2 * repeats
     ids = torch.tensor(text[: end + 1], device=target.device)
@@ -223,6 +257,7 @@ def measure_drafting(
     features = torch.zeros(end, 0) if features is None else features
     sequence = drafter.start()
     drafter.extend(sequence, ids[1 : context + 1], features[:context])
+    rng = np.random.default_rng(config.seed)
     scorer = Scorer(predictor, "head" if predictor else "raw", target.moe_layers, target.experts)
     policy = build_policy(PolicySpec(name="throughput"))
     times: dict[str, list[float]] = {
@@ -230,11 +265,13 @@ def measure_drafting(
     }
     shapes = {"shallow": config.pool.cut(1), "full": config.pool}
     nodes: dict[str, int] = {}
-    at = context
+    cache, at = prefilled(target, text[:context]), context
 
     with Steps("profile: drafting", repeats) as steps:
         for _ in range(repeats):
             for name, shape in shapes.items():
+                between = rng.choice(text, BETWEEN).tolist()
+                run_pass(target, drafter, TimedPass(context, between, list(range(BETWEEN - 1))), cache)
                 draft = partial(catch_up_and_expand, drafter, sequence, ids, features, at, shape, scorer.temperatures)
                 pool = timed(times[name], draft)
                 at += CATCH_UP
@@ -248,7 +285,7 @@ def measure_drafting(
     level = max(0.0, medians["full"] - medians["shallow"]) / max(1, config.pool.depth - 1)
     per_node = max(0.0, medians["predict_full"] - medians["predict_shallow"]) / max(1, nodes["full"] - nodes["shallow"])
     return {"draft_fixed_ms": medians["shallow"], "draft_level_ms": level, "predict_node_ms": per_node,
-            "predict_ms": medians["predict_shallow"] - per_node * nodes["shallow"], "select_ms": medians["select"]}  # fmt: skip
+            "predict_ms": max(0.0, medians["predict_shallow"] - per_node * nodes["shallow"]), "select_ms": medians["select"]}  # fmt: skip
 
 
 def catch_up_and_expand(

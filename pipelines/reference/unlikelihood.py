@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import Qwen3MoeForCausalLM
+from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from pipelines.reference.target import TargetModule, arguments, train
 
 LONGEST = 16  # tokens of a loop's period
-PREFIX, CONTINUED = 96, 96  # tokens
+PREFIXES, PREFIX, CONTINUED = 2, 96, 96  # per window; tokens of each, and after it
 WEIGHT = 1.0  # of the unlikelihood beside the likelihood
 
 
@@ -40,10 +40,9 @@ def third_time(ids_BT: Tensor, longest: int = LONGEST) -> Tensor:
 @torch.no_grad()
 def continue_greedily(model: Qwen3MoeForCausalLM, ids_BT: Tensor, tokens: int) -> Tensor:
     """`ids_BT` followed by `tokens` greedy tokens."""
-    cache, new = None, ids_BT
+    cache, new = DynamicCache(), ids_BT
     for _ in range(tokens):
-        out = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, new = out.past_key_values, out.logits.argmax(-1)
+        new = model(input_ids=new, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
         ids_BT = torch.cat((ids_BT, new), dim=1)
     return ids_BT
 
@@ -51,11 +50,13 @@ def continue_greedily(model: Qwen3MoeForCausalLM, ids_BT: Tensor, tokens: int) -
 class UnlikelihoodModule(TargetModule):
     """`TargetModule` with the second loss; `history` keeps the share of continued tokens that were penalised."""
 
+    fused = False  # too many shapes
+
     def losses(self, batch: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Likelihood of a batch `[B, T + 1]` plus unlikelihood of the loops that follow its prefixes."""
         loss, row = super().losses(batch)
-        with torch.compiler.set_stance("force_eager"):
-            text = continue_greedily(self.model, batch[:, :PREFIX], CONTINUED)
+        prefixes = batch.unfold(1, PREFIX, batch.size(1) // PREFIXES).flatten(0, 1)
+        text = continue_greedily(self.model, prefixes, CONTINUED)
         looped = third_time(text)[:, PREFIX:]
         logits = self.model(input_ids=text[:, :-1], logits_to_keep=CONTINUED).logits
         p = logits.softmax(-1).gather(-1, text[:, PREFIX:, None])[..., 0]

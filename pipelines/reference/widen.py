@@ -18,7 +18,6 @@ import json
 import re
 import shutil
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +33,7 @@ from ecospec_runtime.errors import UserError
 
 _EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?$")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_PROMPT = (
-    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path, encoding=None):\n        self.path = path\n"
-)
+CONTEXT = 160  # cached tokens before the timed steps
 
 
 def copies(width: int, units: int) -> int:
@@ -146,27 +143,13 @@ def _with_width(folder: Path, width: int) -> Any:
     return target
 
 
-def _step_times(target: Any, steps: int, seed: int) -> list[float]:
-    """Milliseconds of `steps` plain steps along text that the target samples at temperature 1: CPU time of this thread,
-    which is all that a one-thread step takes and leaves out other processes' turns."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.tensor(target.tokenizer(_PROMPT * 2)["input_ids"])
-    cache, times = target.new_cache(), []
-    logits = target.forward(ids, torch.arange(len(ids)), None, cache, last_only=True).logits
-    for i in range(steps):
-        token = torch.multinomial(logits[-1].softmax(-1), 1, generator=generator)
-        position = torch.tensor([len(ids) + i])
-        started = time.thread_time()
-        logits = target.forward(token, position, None, cache).logits
-        times.append((time.thread_time() - started) * 1e3)
-    return times
+def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int = 48) -> tuple[int, dict[str, Any]]:
+    """Width at which expert modules take `share` of a plain step on this machine (bf16, one thread), and what was measured.
 
-
-def choose_width(folder: Path, share: float = 0.5, rounds: int = 6, steps: int = 24) -> tuple[int, dict[str, Any]]:
-    """Width at which experts take `share` of a plain step on this machine (bf16, one thread), and what was measured.
-
-    A step is linear in the width once the experts outgrow the caches: two widths, interleaved, their medians.
+    Their time is linear in the width once they outgrow the caches, the rest does not depend on it: two widths, in turns.
     """
+    from ecospec_train.profile import plain_steps, text_tokens
+
     if not 0 < share < 0.9:
         raise UserError(f"share {share} is not between 0 and 0.9; experts can be at most most of a step")
     units: int = _checked_config(folder, 1 << 30)["moe_intermediate_size"]
@@ -175,21 +158,22 @@ def choose_width(folder: Path, share: float = 0.5, rounds: int = 6, steps: int =
     try:
         widths = (8 * units, 16 * units)
         targets = [_with_width(folder, width) for width in widths]
-        times: list[list[float]] = [[], []]
+        text = text_tokens(targets[0], CONTEXT + (rounds + 1) * steps)
+        measured: list[list[tuple[float, float]]] = [[], []]
         for round_ in range(rounds + 1):
-            for target, kept in zip(targets, times, strict=True):
-                new = _step_times(target, steps, round_)
-                kept += new if round_ else []  # the first round warms up
+            part = text[round_ * steps :]
+            for target, kept in zip(targets, measured, strict=True):
+                new = plain_steps(target, part, CONTEXT, steps)
+                kept += [new] if round_ else []  # the first round warms up
     finally:
         torch.set_num_threads(threads)
-    low, high = (statistics.median(t) for t in times)
-    per_unit = (high - low) / (widths[1] - widths[0])
-    rest = low - per_unit * widths[0]
-    if per_unit <= 0 or rest <= 0:
-        raise UserError(f"steps of {low:.2f} and {high:.2f} ms at widths {widths} make no sense; is the machine busy?")
-    width = round(share * rest / ((1 - share) * per_unit) / 16) * 16
-    measured = {"widths": list(widths), "median_ms": [low, high], "rest_ms": rest, "ms_per_unit": per_unit}
-    return max(units, width), measured
+    experts = [statistics.median(e for e, _ in kept) for kept in measured]
+    rest = statistics.median(step - e for kept in measured for e, step in kept)
+    per_unit = (experts[1] - experts[0]) / (widths[1] - widths[0])
+    if per_unit <= 0:
+        raise UserError(f"experts of widths {widths} take {experts} ms, which makes no sense; is the machine busy?")
+    width = round((share / (1 - share) * rest - experts[0] + per_unit * widths[0]) / per_unit / 16) * 16
+    return max(units, width), {"widths": list(widths), "experts_ms": experts, "rest_ms": rest, "ms_per_unit": per_unit}
 
 
 def main() -> None:

@@ -63,6 +63,7 @@ def test_profile_runs_end_to_end(quick: ProfileConfig, capsys: pytest.CaptureFix
     assert result.plain_ms > 0
     assert result.draft_fixed_ms > 0
     assert result.select_ms > 0
+    assert 0 < result.expert_share < 1
     assert min(result.fixed_ms, result.per_token_ms, result.per_expert_ms, result.per_context_ms) >= 0
     assert "prediction counts as free" in capsys.readouterr().err
 
@@ -87,7 +88,7 @@ def test_doubts_are_voiced(quick: ProfileConfig) -> None:
     target = Target.from_pretrained(quick.target)
     noisy = [TimedPass(8, [1] * n, list(range(n - 1)), 14 * n, [5.0, 9.0, 20.0, 6.0]) for n in (1, 2, 3)]
     cost = fit_pass_cost(np.ones(20), np.ones(20), np.ones(20), np.linspace(1, 30, 20))
-    lines = complaints(base_profile(target, noisy, cost, quick), noisy, blind=False)
+    lines = complaints(base_profile(target, noisy, cost, 0.5, quick), noisy, blind=False)
     assert any("off by" in line for line in lines)
     assert any("busy" in line for line in lines)
 
