@@ -259,7 +259,9 @@ def doctor(
     bundle: Annotated[Path | None, typer.Option("--bundle", "-b", help="Bundle folder.")] = None,
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    prompts: Annotated[str | None, typer.Option(help="Prompts to compare on; default: eight built-in ones.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompts to compare on, at most 64; default: eight built-in ones.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
     dtype: Annotated[str, typer.Option(help="float32 (exact comparison), bfloat16 or auto.")] = "float32",
     device: DeviceOption = "cpu",

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from ecospec_runtime.bundle import load_bundle
 from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.machine import describe, versions
@@ -26,6 +27,7 @@ PROMPTS = (
     "for i in range(10):\n    if i % 2 == 0:\n",
     "Dear Sir or Madam,\n\nI am writing to",
 )
+MOST_PROMPTS = 64  # of a file
 NEAR_TIE = 0.25  # logits: a bfloat16 argmax may flip below this gap without anything being wrong
 POLICY = "confidence:budget=8,acceptance=raw"
 
@@ -55,7 +57,7 @@ def examine(
         from ecospec_runtime.prompts import read_prompts
 
         tokenizer = engine.target.tokenizer
-        texts = [row.encode(tokenizer, 512) for row in read_prompts(prompts, tokenizer, len(PROMPTS))]
+        texts = [row.encode(tokenizer, 512) for row in read_prompts(prompts, tokenizer, MOST_PROMPTS)]
     config = GenerationConfig(max_new_tokens=max_new_tokens)
     plain = [[t.id for t in engine.generate(ids, config)] for ids in texts]
     if engine.target.dtype == torch.float32:
@@ -81,7 +83,11 @@ def check_versions() -> list[Finding]:
 def open_engine(bundle: Path | None, target: str | None, drafter: str | None, dtype: str, device: str) -> Engine:
     """An engine that follows `off`, from a bundle or from a bare target and drafter."""
     if bundle is not None:
-        return Engine.from_bundle(bundle, target, drafter, "off", dtype, device)
+        loaded_bundle = load_bundle(bundle)
+        engine = Engine.from_bundle(loaded_bundle, target, drafter, "off", dtype, device)
+        if engine.profile is None:  # of another machine or dtype: what it costs does not matter here
+            engine.profile = next((policy.profile for policy in loaded_bundle.policies.values()), None)
+        return engine
     from ecospec_runtime.drafters import load_drafter
 
     assert target is not None
@@ -91,8 +97,10 @@ def open_engine(bundle: Path | None, target: str | None, drafter: str | None, dt
 
 
 def policies_to_try(engine: Engine) -> list[str]:
-    """A policy that always drafts; with a predictor, one that uses it as well."""
-    return [POLICY, "ratio"] if engine.scorer.predictor is not None else [POLICY]
+    """A policy that always drafts; with a predictor, those that use it as well."""
+    if engine.scorer.predictor is None:
+        return [POLICY]
+    return [POLICY, "ratio"] + ["throughput"] * (engine.profile is not None)
 
 
 def check_reference(target: Target, texts: list[list[int]], plain: list[list[int]], new_tokens: int) -> Finding:
