@@ -183,7 +183,7 @@ def test_doctor_passes_a_sound_installation(tiny_bundle: Path, tmp_path: Path) -
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "d.json").read_text())["ok"] is True
     assert "equals transformers' generate() on 8 prompts" in result.stdout
-    assert result.stdout.count("same tokens as plain decoding on 8 prompts") == 2
+    assert result.stdout.count("same tokens as plain decoding on 8 prompts") == 3
 
 
 def test_doctor_needs_no_bundle(tiny_target_dir: Path, tiny_drafter_dir: Path) -> None:
