@@ -15,9 +15,9 @@ from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from ecospec_runtime.errors import UserError
+from ecospec_runtime.config import read_model
 from ecospec_runtime.pool import Floats, Ints, Pool
 
 AcceptanceKind = Literal["raw", "temperature", "logistic", "head"]
@@ -70,15 +70,7 @@ class AcceptanceModel(BaseModel):
     @classmethod
     def load(cls, folder: Path) -> AcceptanceModel:
         """Read `acceptance.json` of a predictor folder; UserError if it is missing or malformed."""
-        path = Path(folder) / FILE
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); run `ecospec-train fit` again") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or "file"
-            raise UserError(f"{path}: {key}: {first['msg']}; run `ecospec-train fit` again") from error
+        return read_model(Path(folder) / FILE, cls, "run `ecospec-train fit` again")
 
 
 def node_scalars(pool: Pool) -> Floats:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
 
 from ecospec_runtime.errors import UserError
+
+M = TypeVar("M", bound=BaseModel)
 
 # Keys of transformers' GenerationConfig that would change the target's distribution, or mean a different search.
 _REFUSED = {
@@ -35,6 +38,20 @@ class Config(BaseModel):
                 remedy = _REFUSED.get(key, "supported keys: " + ", ".join(cls.model_fields))
                 raise UserError(f"{cls.__name__}: '{key}' is not supported; {remedy}") from None
             raise UserError(f"{cls.__name__}: '{key}' = {first['input']!r}: {first['msg']}") from None
+
+
+def read_model(path: Path, model: type[M], remedy: str) -> M:
+    """Read a JSON file as a pydantic model. UserError names the file, the key and the remedy."""
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+    except UserError as error:  # a nested `Config` names its own key
+        raise UserError(f"{path}: {error}; {remedy}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "file"
+        raise UserError(f"{path}: {key}: {first['msg']}; {remedy}") from error
 
 
 class PoolConfig(Config):

@@ -18,10 +18,10 @@ import numpy as np
 import onnxruntime
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ecospec_runtime.acceptance import AcceptanceModel, node_scalars
-from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.config import PoolConfig, read_model
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Floats, Ints, Pool, pack_masks
 
@@ -112,15 +112,8 @@ class Predictor:
 
 def load_manifest(folder: Path) -> PredictorManifest:
     """Read and validate `manifest.json`; UserError names the file and key."""
-    path = folder / MANIFEST_FILE
-    try:
-        return PredictorManifest.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); is {folder} a predictor folder?") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "file"
-        raise UserError(f"{path}: {key}: {first['msg']}; run `ecospec-train fit` again") from error
+    remedy = f"is {folder} a predictor folder? `ecospec-train fit` writes one"
+    return read_model(folder / MANIFEST_FILE, PredictorManifest, remedy)
 
 
 def open_session(path: Path, threads: int) -> onnxruntime.InferenceSession:

@@ -20,11 +20,11 @@ from typing import Any, get_args
 import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ecospec_runtime.acceptance import AcceptanceKind
 from ecospec_runtime.bundle import DevicePolicy
-from ecospec_runtime.config import Config
+from ecospec_runtime.config import Config, read_model
 from ecospec_runtime.console import note, write_json
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
@@ -96,14 +96,7 @@ def tune(config: TuneConfig, on_trial: OnTrial | None = None) -> TuneReport:
 
 def load_profile(path: Path) -> DeviceProfile:
     """Read a device profile; UserError names file and key."""
-    try:
-        return DeviceProfile.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); run `ecospec-train profile` first") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "file"
-        raise UserError(f"{path}: {key}: {first['msg']}; run `ecospec-train profile` again") from None
+    return read_model(path, DeviceProfile, "run `ecospec-train profile` again")
 
 
 def prepare_folder(out: Path) -> None:
