@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import Qwen3MoeForCausalLM
 
 from ecospec_runtime.drafters.eagle3 import Eagle3Head, HeadWeights, fill, rope_tables
@@ -256,9 +256,6 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="continue from this head")
-    parser.add_argument(
-        "--generated", type=Path, nargs="*", default=[], help="more token arrays: the target's own text"
-    )
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--batch", type=int, default=4, help="windows per process and step")
     parser.add_argument("--processes", type=int, default=2)
@@ -276,8 +273,7 @@ def main() -> None:
     else:
         ids_V = frequent_ids(args.corpus / "train.npy", target.config.vocab_size)
         head = new_head(target, ids_V)
-    windows: list[Dataset[Tensor]] = [Windows(p, args.seed) for p in (args.corpus / "train.npy", *args.generated)]
-    data = DataLoader(ConcatDataset(windows), batch_size=args.batch, drop_last=True, shuffle=bool(args.generated))
+    data = DataLoader(Windows(args.corpus / "train.npy", args.seed), batch_size=args.batch, drop_last=True)
     trainer = L.Trainer(
         accelerator="cpu", devices=args.processes, strategy="ddp" if args.processes > 1 else "auto", max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
