@@ -60,14 +60,30 @@ def _agrees(run: dict[str, Any]) -> str:
     return "yes" if run["identical_to_off"] else f"-{run['diverging_prompts']}"
 
 
+def markdown(report: dict[str, Any]) -> str:
+    """The table for a README, with machine and method below it."""
+    rows = [cells(run) for run in report["runs"]]
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in rows)]
+    versions = ", ".join(f"{name} {version}" for name, version in report["machine"].get("versions", {}).items())
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return (f"{text}\n\n{report['target']}, {report['dtype']}, {report['machine']['device']}, threads: "
+            f"{report['machine']['threads']}, {versions}; {report['prompts']['count']} prompts x {report['max_new_tokens']} "
+            f"tokens. {report['method']}.\n")  # fmt: skip
+
+
 def plots(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write `speedup.png` (bars over `off`) and `experts.png` (accept length against experts); needs matplotlib."""
+    """Write `table.md`, `speedup.png` (bars over `off`) and `experts.png` (accept length against experts).
+
+    UserError without matplotlib.
+    """
     try:
         import matplotlib
     except ImportError:
         raise UserError("--plots needs matplotlib; install it with: pip install 'ecospec[train]'") from None
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(markdown(report), encoding="utf-8")
     return [_speedup(report, folder / "speedup.png"), _experts(report, folder / "experts.png")]
 
 

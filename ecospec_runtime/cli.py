@@ -138,7 +138,9 @@ def bench(
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for plots and a Markdown table (needs matplotlib).")
+    ] = None,
 ) -> None:
     """Measure policies side by side, interleaved prompt by prompt in one process."""
     check_writable(json_file)

@@ -5,7 +5,7 @@
 
 Small language models repeat themselves under greedy decoding, and loops flatter every figure of speculative decoding. Each
 step continues prefixes of training windows greedily; where the continuation repeats a third time what it has said twice
-(periods up to `LONGEST`, as `ecospec_runtime.statistics.loop_share` counts), -log(1 - p) of the repeated token is added to
+(periods up to `LONGEST`; `ecospec_runtime.statistics.loop_share` counts up to 16), -log(1 - p) of the repeated token is added to
 the loss. Source: the sequence-level loss of Welleck et al., "Neural Text Generation with Unlikelihood Training",
 arXiv 1908.04319, on loops in place of repeated 4-grams, which code is full of.
 
@@ -20,7 +20,7 @@ from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from pipelines.reference.target import TargetModule, arguments, train
 
-LONGEST = 16  # tokens of a loop's period
+LONGEST = 32  # tokens of a loop's period
 PREFIXES, PREFIX, CONTINUED = 2, 96, 96  # per window; tokens of each, and after it
 WEIGHT = 1.0  # of the unlikelihood beside the likelihood
 
@@ -60,7 +60,7 @@ class UnlikelihoodModule(TargetModule):
         looped = third_time(text)[:, PREFIX:]
         logits = self.model(input_ids=text[:, :-1], logits_to_keep=CONTINUED).logits
         p = logits.softmax(-1).gather(-1, text[:, PREFIX:, None])[..., 0]
-        unlikelihood = -(torch.log1p(-p.clamp(max=1 - 1e-4)) * looped).sum() / looped.sum().clamp(min=1)
+        unlikelihood = -(torch.log1p(-(1 - 1e-4) * p) * looped).sum() / looped.sum().clamp(min=1)
         return loss + WEIGHT * unlikelihood, row | {"looped": looped.float().mean().item()}
 
 

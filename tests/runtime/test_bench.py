@@ -169,5 +169,7 @@ def test_report_of_a_tiny_model(tiny_bundle: Path, tmp_path: Path) -> None:
     assert runs[0]["nodes"] == 0
     assert runs[1]["nodes"] > 1
     assert all(2 <= run["experts_per_layer"] <= 12 for run in runs)
-    assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == ["experts.png", "speedup.png"]
+    assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == ["experts.png", "speedup.png", "table.md"]
+    lines = (tmp_path / "plots" / "table.md").read_text().splitlines()
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert "throughput (tuned)" in result.output

@@ -127,7 +127,7 @@ def test_accepted_depth_follows_the_tree() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60))
 def test_what_is_said_a_third_time_is_in_a_loop(ids: list[int]) -> None:
-    marks = third_time(torch.tensor([ids]))[0].tolist()
+    marks = third_time(torch.tensor([ids]), 16)[0].tolist()
     for i, marked in enumerate(marks):
         thrice = [p for p in range(1, 17) if i >= 2 * p and all(ids[j] == ids[j - p] for j in range(i - p, i + 1))]
         assert marked == bool(thrice)
