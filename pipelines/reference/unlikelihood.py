@@ -29,7 +29,7 @@ def third_time(ids_BT: Tensor, longest: int = LONGEST) -> Tensor:
     """Tokens that say something for at least the third time in a row: bool `[B, T]`."""
     marks = torch.zeros_like(ids_BT, dtype=torch.bool)
     positions = torch.arange(ids_BT.size(1))
-    for period in range(1, min(longest, ids_BT.size(1) // 3) + 1):
+    for period in range(1, min(longest, (ids_BT.size(1) - 1) // 2) + 1):
         same = torch.zeros_like(marks)
         same[:, period:] = ids_BT[:, period:] == ids_BT[:, :-period]
         broken = torch.where(same, -1, positions).cummax(1).values  # last position that broke the repeat
