@@ -65,7 +65,7 @@ class AcceptanceModel(BaseModel):
     temperature: float = Field(gt=0)  # tau of kind `temperature`, a member of TEMPERATURES
     logistic: LogisticWeights
     log_loss: dict[str, float] = Field(default_factory=dict)  # held-out log loss in nats per kind
-    sampling: list[SamplingCorrection] = Field(default_factory=list)  # by rising temperature; empty: none is made
+    sampling: dict[AcceptanceKind, list[SamplingCorrection]] = Field(default_factory=dict)  # by rising temperature
 
     @classmethod
     def load(cls, folder: Path) -> AcceptanceModel:
@@ -126,7 +126,10 @@ def sibling_softmax(logits: Floats, parents: Ints) -> Floats:
 
 
 def when_sampled(accepted: Floats, corrections: list[SamplingCorrection], temperature: float) -> Floats:
-    """Acceptance `[n]` for a target sampled at `temperature`, between the two nearest corrections."""
+    """Acceptance `[n]` for a target sampled at `temperature`, between the two nearest corrections.
+
+    Siblings are corrected one by one: their sum may pass 1 a little.
+    """
     known = [c.temperature for c in corrections]
     slope = np.interp(temperature, known, [c.slope for c in corrections])
     bias = np.interp(temperature, known, [c.bias for c in corrections])
@@ -159,4 +162,5 @@ def acceptance(
             normalizers = pool.log_normalizers[pool.state_rows, column]
             estimate = at_temperature(pool.log_probs, normalizers, model.temperature)
     estimate = np.clip(np.where(np.isfinite(estimate), estimate, own), 0.0, 1.0).astype(np.float32)
-    return when_sampled(estimate, model.sampling, temperature) if model and model.sampling else estimate
+    corrections = model.sampling.get(kind) if model else None
+    return when_sampled(estimate, corrections, temperature) if corrections else estimate

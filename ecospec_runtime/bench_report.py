@@ -72,17 +72,22 @@ def markdown(report: dict[str, Any]) -> str:
             f"tokens. {report['method']}.\n")  # fmt: skip
 
 
-def plots(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write `table.md`, `speedup.png` (bars over `off`) and `experts.png` (accept length against experts).
-
-    UserError without matplotlib.
-    """
+def check_plots(folder: Path) -> None:
+    """Make the folder; UserError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
         raise UserError("--plots needs matplotlib; install it with: pip install 'ecospec[train]'") from None
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def plots(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Write `table.md`, `speedup.png` (bars over `off`) and `experts.png` (accept length against experts).
+
+    UserError without matplotlib.
+    """
+    check_plots(folder)
     (folder / "table.md").write_text(markdown(report), encoding="utf-8")
     return [_speedup(report, folder / "speedup.png"), _experts(report, folder / "experts.png")]
 

@@ -151,6 +151,8 @@ def bench(
     from ecospec_runtime.machine import describe
     from ecospec_runtime.prompts import fingerprint_prompts, read_prompts
 
+    if plots is not None:
+        bench_report.check_plots(plots)
     named = split_policies(policies)
     read_prompts(prompts, limit=1)
     set_threads(threads)
@@ -171,10 +173,10 @@ def bench(
         "profile": base.profile.model_dump() if base.profile else None, "runs": summarize(entrants, plan, samples),
     }  # fmt: skip
     write_json(json_file, report)
-    if plots is not None:
-        bench_report.plots(report, plots)
     out = console()
     out.print(bench_report.table(report, narrow=out.width < PLAIN_WIDTH))
+    if plots is not None:
+        bench_report.plots(report, plots)
 
 
 def dtype_name(engine: Engine) -> str:

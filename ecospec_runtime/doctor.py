@@ -100,7 +100,7 @@ def policies_to_try(engine: Engine) -> list[str]:
     """A policy that always drafts; with a predictor, those that use it as well."""
     if engine.scorer.predictor is None:
         return [POLICY]
-    return [POLICY, "ratio"] + ["throughput"] * (engine.profile is not None)
+    return [POLICY, "ratio"] + ["throughput:price=0,pause=0"] * (engine.profile is not None)
 
 
 def check_reference(target: Target, texts: list[list[int]], plain: list[list[int]], new_tokens: int) -> Finding:

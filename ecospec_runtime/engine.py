@@ -297,13 +297,13 @@ class Engine:
             scored = perf_counter()
             chosen = self.policy.select(candidates, self.profile, sequence.past)  # type: ignore[arg-type]
         tokens, parents = self._checked(pool, chosen)
+        if self._pausing is not None and self.profile is not None:
+            drafting = self.profile.draft_ms(pool.levels, len(pool), self._predicts)
+            sequence.gate.record(self._pausing.gain(candidates, chosen, self.profile, drafting))
         statistics.drafts += 1
         statistics.draft_seconds += drafted - start
         statistics.predict_seconds += scored - drafted
         statistics.select_seconds += perf_counter() - scored
-        if self._pausing is not None and self.profile is not None:
-            drafting = self.profile.draft_ms(pool.levels, len(pool), self._predicts)
-            sequence.gate.record(self._pausing.gain(candidates, chosen, self.profile, drafting))
         return tokens, parents
 
     def _checked(self, pool: Pool, chosen: list[int]) -> tuple[list[int], list[int]]:

@@ -21,7 +21,11 @@ def summary(bundle: Bundle) -> Group:
     rows: list[tuple[str, Any]] = [
         ("target", f"{t.id} ({t.architecture}: {shape})"),
         ("drafter", f"{m.drafter.id} ({m.drafter.kind}, width {m.drafter.width})"),
-        ("pool", f"depth {m.pool.depth}, beam {m.pool.beam}, width {m.pool.width}"),
+        (
+            "pool",
+            f"depth {m.pool.depth}, beam {m.pool.beam}, width {m.pool.width}"
+            + (f", reach from {m.pool.min_reach:g}" if m.pool.min_reach else ""),
+        ),
         *((f"predictor {name}", f"{value:.4g}") for name, value in headline(m.metrics).items()),
         ("made", f"{m.provenance.created}, commit {m.provenance.git_commit or 'unknown'}"),
         ("command", m.provenance.command),

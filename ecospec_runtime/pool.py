@@ -31,7 +31,7 @@ class Pool:
     temperatures: tuple[float, ...] = ()  # drafter temperatures asked for
     log_normalizers: Floats = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     # [s, t] log sum_j exp(log_prob_j / temperature): log p at a temperature is log_prob / temperature - normalizer
-    levels: int = 0  # that were expanded for it; the last may have kept no node
+    levels: int = 1  # that were expanded for it, and paid; the last may have kept no node
 
     def __len__(self) -> int:
         return len(self.tokens)

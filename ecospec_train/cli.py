@@ -139,7 +139,7 @@ def profile(
     out: Annotated[Path, typer.Option(help="JSON file for the device profile.")],
     predictor: Annotated[Path | None, typer.Option(help="Predictor folder, to time prediction as well.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or auto.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, ...")] = None,
     threads: ThreadsOption = None,
     extra: SetOption = None,
     json_file: JsonOption = None,

@@ -202,7 +202,7 @@ class Evaluation:
     def sampled_loss(
         self, kind: str, corrections: list[SamplingCorrection], temperatures: tuple[float, ...]
     ) -> dict[str, Any]:
-        """Log loss of `kind` at each recorded temperature, without and with the corrections."""
+        """Log loss of `kind` at each recorded temperature, without and with the corrections (two numbers, fitted here)."""
         estimate = np.concatenate(self.all_nodes[kind])
         sampled, weight = (np.concatenate(parts) for parts in zip(*self.sampled, strict=True))
         return {f"{t:g}": {"as_fitted": log_loss(estimate, sampled[:, i], weight[:, i]),

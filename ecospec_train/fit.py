@@ -29,7 +29,7 @@ from lightning.pytorch.loggers import Logger
 from pydantic import Field
 
 from ecospec_runtime.acceptance import FILE as ACCEPTANCE_FILE
-from ecospec_runtime.acceptance import AcceptanceModel, SamplingCorrection
+from ecospec_runtime.acceptance import KINDS, AcceptanceKind, AcceptanceModel, SamplingCorrection
 from ecospec_runtime.config import Config
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import (
@@ -178,8 +178,8 @@ def describe(traces: Traces, heldout: list[int], config: FitConfig) -> Predictor
 
 def judge(
     predictor: Predictor, tables: NodeTables, fitted: set[int], heldout: set[int]
-) -> tuple[dict[str, Any], list[SamplingCorrection]]:
-    """Held-out metrics, with the best acceptance kind and the figures of `bars`; and what sampling makes of that kind."""
+) -> tuple[dict[str, Any], dict[AcceptanceKind, list[SamplingCorrection]]]:
+    """Held-out metrics, with the best acceptance kind and the figures of `bars`; and what sampling makes of each kind."""
     baseline = routing_table(tables, fitted, heldout, predictor.shapes)
     traces = tables.traces.manifest
     evaluation = Evaluation(predictor, baseline, traces.drafter_temperatures)
@@ -188,9 +188,11 @@ def judge(
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
     metrics["best_acceptance"] = min(losses, key=losses.__getitem__)
     metrics["bars"] = bars(metrics)
-    best = metrics["best_acceptance"]
-    corrections = evaluation.corrections(best, traces.temperature, traces.target_temperatures)
-    metrics["sampled"] = evaluation.sampled_loss(best, corrections, traces.target_temperatures)
+    corrections: dict[AcceptanceKind, list[SamplingCorrection]]
+    corrections = {kind: evaluation.corrections(kind, traces.temperature, traces.target_temperatures)
+                   for kind in KINDS if kind != "raw"}  # fmt: skip
+    metrics["sampled"] = {kind: evaluation.sampled_loss(kind, found, traces.target_temperatures)
+                          for kind, found in corrections.items()}  # fmt: skip
     return metrics, corrections
 
 

@@ -78,12 +78,18 @@ class HarvestConfig(Config):
     stride: int = Field(1, ge=1)  # replay is exact at 1
     temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
     seed: int = Field(0, ge=0, lt=2**62)  # prompt i draws with seed + i
-    drafter_temperatures: tuple[Temperature, ...] = TEMPERATURES
+    drafter_temperatures: tuple[Temperature, ...] = Field(TEMPERATURES, min_length=1)
     target_temperatures: tuple[Temperature, ...] = (1.0, 0.7)
     max_disk: Annotated[int, BeforeValidator(parse_size)] = 20 * 10**9
     resume: bool = False
     dtype: str = Field("float32", pattern="^(float32|bfloat16|auto)$")
     devices: int = Field(1, ge=1)
+
+    @property
+    def recorded_temperatures(self) -> tuple[float, ...]:
+        """`target_temperatures`, and the trajectory's own, which acceptance is fitted for."""
+        own = (self.temperature,) if self.temperature else ()
+        return tuple(dict.fromkeys((*self.target_temperatures, *own)))
 
 
 def harvest(config: HarvestConfig) -> TraceManifest:
@@ -186,7 +192,7 @@ def check_disk(config: HarvestConfig, manifest: TraceManifest, prompts: int) -> 
         target.experts,
         manifest.drafter.width,
         len(config.drafter_temperatures),
-        len(config.target_temperatures),
+        len(config.recorded_temperatures),
     )
     positions = expected_positions(config, prompts)
     table = min(target.vocab_size, positions * (pool.pool_size + 1)) * (2 * target.hidden_size + 4)
@@ -246,7 +252,7 @@ class HarvestModule(L.LightningModule):
             config.pool,
             temperature=config.temperature,
             drafter_temperatures=config.drafter_temperatures,
-            target_temperatures=config.target_temperatures,
+            target_temperatures=config.recorded_temperatures,
         )
         self._callback = callback
         self.remaining = 0

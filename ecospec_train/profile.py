@@ -48,6 +48,7 @@ UNSTEADY = 0.10  # relative interquartile range of repeats that says the machine
 MIN_ROUNDS = 3
 WARM_UP = 3
 PLAIN_STEPS = 64
+DRAFTS_PER_REPEAT = 3
 BETWEEN = 4  # rows of the target's passes between timed drafts
 CATCH_UP = 2  # rows the drafter is given per step: about what a step emits
 
@@ -60,7 +61,7 @@ class ProfileConfig(Config):
     out: Path
     predictor: Path | None = None  # to time prediction too; without one it counts as free
     dtype: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"  # cuda where there is one
     threads: int | None = Field(default=None, ge=1)  # None: as the process is set
     pool: PoolConfig = PoolConfig()
     tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # rows of the timed passes: where speculation pays
@@ -97,10 +98,12 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     check_writable(config.out)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.device == "auto":
+        config = config.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})
     target = Target.from_pretrained(config.target, config.dtype, config.device)
     drafter = load_drafter(config.drafter, target, config.dtype)
     predictor = Predictor.from_folder(config.predictor) if config.predictor is not None else None
-    text = text_tokens(target, max(config.contexts) + 512)
+    text = text_tokens(target, max(config.contexts) + max(512, 2 * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1))
     passes = measure_passes(target, drafter, text, config)
     cost = fit_pass_cost(
         np.array([len(p.tokens) for p in passes], np.float64), np.array([p.union for p in passes], np.float64),
@@ -249,7 +252,7 @@ def measure_drafting(
 
     The target runs in between, as it does when decoding: it leaves little else in the processor's caches.
     """
-    context, repeats = sorted(config.contexts)[len(config.contexts) // 2], 3 * config.repeats
+    context, repeats = sorted(config.contexts)[len(config.contexts) // 2], DRAFTS_PER_REPEAT * config.repeats
     end = context + CATCH_UP * 2 * repeats
     ids = torch.tensor(text[: end + 1], device=target.device)
     features = target.forward(ids[:end], torch.arange(end, device=target.device), None, target.new_cache(),
@@ -282,8 +285,10 @@ def measure_drafting(
             timed(times["select"], partial(policy.select, candidates, base, context))
             steps.advance()
     medians = {name: float(np.median(values)) for name, values in times.items()}
-    level = max(0.0, medians["full"] - medians["shallow"]) / max(1, config.pool.depth - 1)
-    per_node = max(0.0, medians["predict_full"] - medians["predict_shallow"]) / max(1, nodes["full"] - nodes["shallow"])
+    deeper = config.pool.depth - 1
+    level = max(0.0, medians["full"] - medians["shallow"]) / deeper if deeper else 0.0
+    more = nodes["full"] - nodes["shallow"]
+    per_node = max(0.0, medians["predict_full"] - medians["predict_shallow"]) / more if more else 0.0
     return {"draft_fixed_ms": medians["shallow"], "draft_level_ms": level, "predict_node_ms": per_node,
             "predict_ms": max(0.0, medians["predict_shallow"] - per_node * nodes["shallow"]), "select_ms": medians["select"]}  # fmt: skip
 

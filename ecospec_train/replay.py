@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ecospec_runtime.acceptance import AcceptanceKind, acceptance
+from ecospec_runtime.acceptance import AcceptanceKind, AcceptanceModel, acceptance
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
@@ -56,6 +56,8 @@ class ReplayRows:
     layers: int
     pool: PoolConfig  # shape of the recorded pools
     best: AcceptanceKind  # the predictor's best kind; raw without a predictor
+    model: AcceptanceModel | None = None
+    temperature: float = 0.0  # of the traces' target
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.prompts)
@@ -105,12 +107,12 @@ def load_rows(
         if max_positions is not None and count >= max_positions:
             break
         if prompts is None or int(shard.prompt_id[rows[0]]) in prompts:
-            kept.append([pack_row(shard, row, scorer, embed) for row in rows])
+            kept.append([pack_row(shard, row, scorer, embed, manifest.temperature) for row in rows])
             count += len(rows)
     if not kept:
         raise UserError(f"{traces.path}: no positions of the prompts asked for; harvest more")
     best = predictor.acceptance.best if predictor is not None else "raw"
-    return ReplayRows(kept, manifest.target.moe_layers, manifest.pool, best)
+    return ReplayRows(kept, manifest.target.moe_layers, manifest.pool, best, scorer.model, manifest.temperature)
 
 
 def prompts_of(traces: Traces) -> Iterator[tuple[TraceShard, range]]:
@@ -121,20 +123,25 @@ def prompts_of(traces: Traces) -> Iterator[tuple[TraceShard, range]]:
             yield shard, range(start, end)
 
 
-def pack_row(shard: TraceShard, row: int, scorer: Scorer, embed: Embed) -> ReplayRow:
-    """Score one row by every kind of acceptance model there is and drop what selection does not read."""
+def pack_row(shard: TraceShard, row: int, scorer: Scorer, embed: Embed, temperature: float = 0.0) -> ReplayRow:
+    """Score one row by every kind of acceptance model there is and drop what selection does not read.
+
+    `temperature` is the one that the target of the traces was sampled at.
+    """
     pool = shard.pool(row)
     if np.any(np.diff(pool.depths) < 0):
         raise UserError(f"row {row} of a shard: its pool is not level by level; harvest again")
     prediction = None if scorer.predictor is None else scorer.predictor.predict(pool, embed)
-    scored = scorer.judge(pool, prediction, needs_routing=prediction is not None)
+    scored = scorer.judge(pool, prediction, needs_routing=prediction is not None, temperature=temperature)
     slim = replace(
         pool, states=np.zeros((0, 0), np.float32), entropies=np.zeros(0, np.float32), temperatures=(),
         log_normalizers=np.zeros((0, 0), np.float32),
     )  # fmt: skip
     candidates: dict[AcceptanceKind, Candidates] = {}
     for kind in get_args(AcceptanceKind) if prediction is not None else ("raw",):
-        accepted = scored.acceptance if kind == scorer.kind else acceptance(pool, kind, scorer.model)
+        accepted = scored.acceptance
+        if kind != scorer.kind:
+            accepted = acceptance(pool, kind, scorer.model, temperature=temperature)
         candidates[kind] = with_acceptance(replace(scored, pool=slim), accepted)
     return ReplayRow(
         context=int(shard.context[row]), next_tokens=shard.next_tokens_of(row).tolist(),
@@ -165,7 +172,10 @@ def kept_nodes(row: ReplayRow, shape: PoolConfig) -> tuple[Ints | None, int]:
     """
     within = row.depths <= shape.depth
     if shape.min_reach:
-        within &= ~(row.log_reach < np.log(np.float32(shape.min_reach)))
+        within &= row.log_reach >= np.log(np.float32(shape.min_reach))
+        for i, parent in enumerate(row.parents):
+            if parent >= 0 and not within[parent]:
+                within[i] = False
     nodes = np.flatnonzero(within)
     levels = min(shape.depth, 1 + int(row.depths[nodes].max(initial=0)))
     return (None if len(nodes) == len(row.depths) else nodes), levels
@@ -194,7 +204,7 @@ def replay(spec: PolicySpec, rows: ReplayRows, profile: DeviceProfile, oracle: b
     policy, kind = build_policy(spec), spec.acceptance_kind(rows.best)
     if kind not in rows.prompts[0][0].candidates:
         raise UserError(f"policy '{spec}': acceptance={kind} needs a predictor; give one, or use acceptance=raw")
-    step = Step(policy, kind, rows.pool.cut(spec.depth, spec.min_reach).cut(deepest(policy)), profile, oracle)
+    step = Step(policy, kind, rows.pool.cut(spec.depth, spec.min_reach).cut(deepest(policy)), profile, oracle, rows)
     tokens = passes = drafts = nodes = experts = 0
     ms = draft_ms = 0.0
     for prompt in rows.prompts:
@@ -232,6 +242,7 @@ class Step:
     shape: PoolConfig
     profile: DeviceProfile
     oracle: bool
+    rows: ReplayRows
 
     def __call__(self, row: ReplayRow, gate: DraftGate) -> tuple[list[int], float]:
         """Nodes of the row's recorded pool, and the time; the gate learns what the step gains."""
@@ -246,7 +257,8 @@ class Step:
             if kept is not None:
                 candidates = take(candidates, kept)
                 if self.kind == "head":  # siblings share a softmax: those left out are out of it
-                    accepted = acceptance(candidates.pool, "head", None, row.logits[kept])
+                    logits = row.logits[kept]
+                    accepted = acceptance(candidates.pool, "head", self.rows.model, logits, self.rows.temperature)
                     candidates = with_acceptance(candidates, accepted)
             chosen = self.policy.select(candidates, self.profile, row.context)
         if isinstance(self.policy, Pausing):

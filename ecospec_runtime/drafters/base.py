@@ -36,7 +36,7 @@ class Drafter(Protocol):
         ...
 
     def expand(self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()) -> Pool:
-        """The pool below `root_token`, the token of the last row."""
+        """The pool below `root_token`, the token of the last row, in the shape that `config` says; `levels` is filled."""
         ...
 
     def expand_many(

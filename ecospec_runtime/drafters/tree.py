@@ -45,7 +45,7 @@ def grow(
     own = seen = np.eye(beam, dtype=bool)
     proposing = root_H.expand(beam, -1)
     for level in range(1, config.depth):
-        if reach[0] < least:
+        if config.min_reach and not reach[0] >= least:
             break
         new = step(level, ids[:beam], proposing, seen)
         found = propose(new)
@@ -64,7 +64,9 @@ def grow(
     depths = np.arange(1, levels + 1)[:, None] + np.zeros_like(above)
     parents, rows = above + (depths - 2) * width, above + 2 + (depths - 2) * beam
     parents[0], rows[0] = -1, 1
-    kept = ~(all_reach[:levels] < least)  # of each level the first ones: the best come first
+    kept = all_reach[:levels] >= least if config.min_reach else np.ones_like(above, bool)
+    for level in range(1, levels):
+        kept[level] &= kept[level - 1][above[level]]  # reach falls along a path, but for NaN
     places = np.cumsum(kept.ravel()) - 1
     parents = np.where(parents < 0, -1, places[parents])
     return Pool(

@@ -206,7 +206,7 @@ class Snapshots(Callback):
         (self.out / "training.json").write_text(json.dumps(record))
 
 
-def arguments(description: str, minutes: float, batch: int, lr: float) -> argparse.ArgumentParser:
+def arguments(description: str, minutes: float, batch: int, lr: float, seed: int = 0) -> argparse.ArgumentParser:
     """Command line of a training run of the target, with its defaults."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--corpus", type=Path, required=True)
@@ -216,7 +216,7 @@ def arguments(description: str, minutes: float, batch: int, lr: float) -> argpar
     parser.add_argument("--batch", type=int, default=batch, help="sequences per process and step")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--lr", type=float, default=lr)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=seed)
     return parser
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, Qwen3MoeForCausalLM
+from transformers import GenerationConfig, Qwen3MoeForCausalLM
 
 from pipelines.reference.target import TargetModule, arguments, train
 
@@ -40,11 +40,8 @@ def third_time(ids_BT: Tensor, longest: int = LONGEST) -> Tensor:
 @torch.no_grad()
 def continue_greedily(model: Qwen3MoeForCausalLM, ids_BT: Tensor, tokens: int) -> Tensor:
     """`ids_BT` followed by `tokens` greedy tokens."""
-    cache, new = DynamicCache(), ids_BT
-    for _ in range(tokens):
-        new = model(input_ids=new, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
-        ids_BT = torch.cat((ids_BT, new), dim=1)
-    return ids_BT
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return model.generate(ids_BT, generation_config=config, attention_mask=torch.ones_like(ids_BT))  # type: ignore
 
 
 class UnlikelihoodModule(TargetModule):
@@ -66,7 +63,11 @@ class UnlikelihoodModule(TargetModule):
 
 def main() -> None:
     """Command line entry; see the module docstring."""
-    train(arguments(str(__doc__).split("\n")[0], minutes=10, batch=8, lr=1e-3).parse_args(), UnlikelihoodModule)
+    parser = arguments(str(__doc__).split("\n")[0], minutes=10, batch=8, lr=1e-3, seed=1)
+    args = parser.parse_args()
+    if args.init is None:
+        parser.error("--init: give the target to teach")
+    train(args, UnlikelihoodModule)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
 
 def test_sampling_corrects_every_fitted_kind_but_not_the_drafters_own() -> None:
     corrections = [SamplingCorrection(temperature=0.0), SamplingCorrection(temperature=0.8, slope=0.5, bias=-1.0)]
-    model = MODEL.model_copy(update={"sampling": corrections})
+    model = MODEL.model_copy(update={"sampling": dict.fromkeys(KINDS[1:], corrections)})
     logits = np.array([1.0, -1.0, 0.5, 0.0], np.float32)
     for kind in KINDS:
         greedy = acceptance(small_pool(), kind, model, logits)

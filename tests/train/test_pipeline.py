@@ -266,6 +266,57 @@ def test_a_mistake_is_one_line(arguments: tuple[str, ...], expected: str, tmp_pa
     assert not (tmp_path / "mlruns").exists()
 
 
+def refused(result: Result, *words: str) -> None:
+    """Exit code 2 and one line that holds all `words`, after which nothing comes."""
+    assert result.exit_code == 2, result.output
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert all(word in last for word in words), last
+
+
+def test_damaged_or_foreign_traces_stop_fit_and_tune(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    corrupt = shutil.copytree(finished / "run/traces", tmp_path / "corrupt")
+    shard = next(corrupt.glob("*.parquet"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    refused(run("fit", "--traces", corrupt, "--out", "o"), shard.name, "corrupt")
+    foreign = shutil.copytree(finished / "run/traces", tmp_path / "foreign")
+    manifest = json.loads((foreign / "manifest.json").read_text())
+    manifest["target"]["fingerprint"] = "0" * 64
+    (foreign / "manifest.json").write_text(json.dumps(manifest))
+    flags = ("--predictor", finished / "run/predictor", "--profile", finished / "run/profile.json", "--out", "o")
+    refused(run("tune", "--traces", foreign, *flags), "foreign", "predictor was fitted for")
+
+
+def test_no_room_and_no_permission_stop_harvest(
+    finished: Path, tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = (
+        "harvest",
+        "--target",
+        tiny_target_dir,
+        "--drafter",
+        tiny_drafter_dir,
+        "--prompts",
+        finished / "prompts.jsonl",
+    )
+    refused(run(*flags, "--out", "small", "--max-disk", "1KB"), "--max-disk")
+    monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("locked"))
+    refused(run(*flags, "--out", "locked"), "locked", "no permission")
+
+
+def test_an_unknown_key_of_a_pipeline_stops_run(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(run("run", write_pipeline(tmp_path, tiny_target_dir, tiny_drafter_dir, fit={"speed": 3})), "speed")
+
+
 def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(config: Any) -> None:
         raise KeyboardInterrupt

@@ -34,7 +34,7 @@ def rows(traces: Traces) -> ReplayRows:
 POLICIES = [
     "off", "confidence:budget=3", "confidence:budget=6,acceptance=temperature,depth=2", "confidence:budget=5,acceptance=head",
     "ratio:budget=4,epsilon=0.5,acceptance=logistic", "ratio:budget=6,depth=1", "throughput:price=0.6,pause=0",
-    "throughput:price=0.4,acceptance=raw,depth=2,capacity=5,pause=0", "confidence:budget=6,min_reach=0.1",
+    "throughput:price=0.4,acceptance=raw,depth=2,capacity=5,pause=0", "confidence:budget=6,min_reach=0.1", "ratio:budget=2,acceptance=head",
     "throughput:price=0.5,acceptance=logistic,min_reach=0.3,pause=0",
 ]  # fmt: skip
 
@@ -73,7 +73,7 @@ def slow_steps(
             experts = [{(layer, e) for layer in range(LAYERS) for e in node[layer].tolist()} for node in routing]
             chosen: set[int] = set()
             if len(pool):
-                candidates = scorer.score(pool, embed, needs_routing=True)
+                candidates = scorer.score(pool, embed, True, traces.manifest.temperature)
                 if oracle:
                     candidates = with_true_routing(candidates, experts)
                 chosen = set(policy.select(candidates, profile, int(shard.context[row])))
