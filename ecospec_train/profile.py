@@ -3,7 +3,8 @@
 A designed experiment through the engine's own path: passes of 1 to 16 rows at several context lengths over text that
 every Python installation has, with rows chosen so that the union of experts varies apart from their number (the same
 token again and again, running text, tokens from all over). Unions are recorded on separate passes, so that hooks do not
-disturb the timed ones; repeats are interleaved in random order, so that no pass finds its experts warm in a cache.
+disturb the timed ones; every pass has rows of its own and the cells of the design take turns in random order, so that
+no pass finds its experts warmer in a cache than decoding does.
 Legend: n rows of a pass, P cached tokens, F width of the drafter's features.
 """
 
@@ -47,6 +48,7 @@ BAD_FIT = 0.05  # held-out relative error above which the profile is not to be t
 UNSTEADY = 0.10  # relative interquartile range of repeats that says the machine is busy
 MIN_ROUNDS = 3
 WARM_UP = 3
+TEXT = 8192  # tokens to draw rows from
 PLAIN_STEPS = 64
 DRAFTS_PER_REPEAT = 3
 BETWEEN = 4  # rows of the target's passes between timed drafts
@@ -72,14 +74,35 @@ class ProfileConfig(Config):
 
 
 @dataclass
-class TimedPass:
-    """One point of the design, and the times it took."""
+class Rows:
+    """What one pass verifies: `tokens` (root first) after `context` cached ones, and the row of each one's parent."""
 
     context: int
     tokens: list[int]
-    parents: list[int]  # row of each row's parent, the root left out
-    union: int = 0
+    parents: list[int]
+
+
+@dataclass
+class Cell:
+    """One point of the design, and the passes run for it, each on rows of its own."""
+
+    context: int
+    n: int
+    kind: str  # chain: running text; bush: tokens from all over below one root; same: one token again and again
+    unions: list[int] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
+
+    def draw(self, text: list[int], rng: np.random.Generator) -> Rows:
+        """Fresh rows, so that a pass finds its experts as cold as one of a decode does."""
+        start = int(rng.integers(0, len(text) - self.n + 1))
+        tokens = text[start : start + self.n] if self.kind == "chain" else rng.choice(text, self.n).tolist()
+        tokens = tokens[:1] * self.n if self.kind == "same" else tokens
+        return Rows(self.context, tokens, [0] * (self.n - 1) if self.kind == "bush" else list(range(self.n - 1)))
+
+    @property
+    def union(self) -> float:
+        """Mean number of distinct (layer, expert) pairs that a pass touches."""
+        return float(np.mean(self.unions))
 
     @property
     def median(self) -> float:
@@ -103,10 +126,10 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     target = Target.from_pretrained(config.target, config.dtype, config.device)
     drafter = load_drafter(config.drafter, target, config.dtype)
     predictor = Predictor.from_folder(config.predictor) if config.predictor is not None else None
-    text = text_tokens(target, max(config.contexts) + max(512, 2 * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1))
+    text = text_tokens(target, max(config.contexts) + max(TEXT, 2 * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1))
     passes = measure_passes(target, drafter, text, config)
     cost = fit_pass_cost(
-        np.array([len(p.tokens) for p in passes], np.float64), np.array([p.union for p in passes], np.float64),
+        np.array([p.n for p in passes], np.float64), np.array([p.union for p in passes]),
         np.array([p.context for p in passes], np.float64), np.array([p.median for p in passes]), config.seed,
     )  # fmt: skip
     experts_ms, steps_ms = plain_steps(target, text, sorted(config.contexts)[len(config.contexts) // 2], PLAIN_STEPS)
@@ -129,40 +152,36 @@ def text_tokens(target: Target, count: int) -> list[int]:
     return (tokens * (1 + count // len(tokens)))[:count]
 
 
-def design(text: list[int], config: ProfileConfig) -> list[TimedPass]:
-    """Every context, row count and kind of rows: repeated, running text as a chain, scattered as a bush."""
-    rng = np.random.default_rng(config.seed)
-    passes = []
-    for context in config.contexts:
-        for n in config.tokens:
-            start = int(rng.integers(context, len(text) - n + 1))
-            chain, bush = list(range(n - 1)), [0] * (n - 1)
-            passes.append(TimedPass(context, text[start : start + n], chain))
-            passes.append(TimedPass(context, rng.choice(text, n).tolist(), bush))
-            if n > 1:
-                passes.append(TimedPass(context, [text[context]] * n, chain))
-    return passes
+def design(config: ProfileConfig) -> list[Cell]:
+    """Every context, row count and kind of rows."""
+    kinds = ("chain", "bush", "same")
+    return [
+        Cell(context, n, kind)
+        for context in config.contexts
+        for n in config.tokens
+        for kind in kinds[: 1 if n == 1 else 3]
+    ]
 
 
-def measure_passes(target: Target, drafter: Drafter, text: list[int], config: ProfileConfig) -> list[TimedPass]:
-    """Time every pass of the design in interleaved rounds and record its union."""
-    passes = design(text, config)
+def measure_passes(target: Target, drafter: Drafter, text: list[int], config: ProfileConfig) -> list[Cell]:
+    """Time passes for every cell of the design in interleaved rounds; each one's union is recorded after it was timed."""
+    cells = design(config)
     caches = {context: prefilled(target, text[:context]) for context in config.contexts}
-    for one in passes:
-        one.union = union_of(target, one, caches[one.context])
     rng = np.random.default_rng(config.seed)
     deadline = time.monotonic() + config.max_seconds
-    with Steps("profile: passes", config.repeats * len(passes)) as steps:
-        for one in passes[:WARM_UP]:
-            run_pass(target, drafter, one, caches[one.context])
+    with Steps("profile: passes", config.repeats * len(cells)) as steps:
+        for cell in cells[:WARM_UP]:
+            run_pass(target, drafter, cell.draw(text, rng), caches[cell.context])
         for round_ in range(config.repeats):
             if round_ >= MIN_ROUNDS and time.monotonic() > deadline:
                 break
-            for i in rng.permutation(len(passes)).tolist():
-                one = passes[i]
-                one.milliseconds.append(run_pass(target, drafter, one, caches[one.context]))
+            for i in rng.permutation(len(cells)).tolist():
+                cell = cells[i]
+                rows = cell.draw(text, rng)
+                cell.milliseconds.append(run_pass(target, drafter, rows, caches[cell.context]))
+                cell.unions.append(union_of(target, rows, caches[cell.context]))
                 steps.advance()
-    return passes
+    return cells
 
 
 def prefilled(target: Target, tokens: list[int]) -> Any:
@@ -173,7 +192,7 @@ def prefilled(target: Target, tokens: list[int]) -> Any:
     return cache
 
 
-def pass_inputs(target: Target, one: TimedPass) -> tuple[Tensor, Tensor, Tensor | None]:
+def pass_inputs(target: Target, one: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
     """Tokens `[n]`, positions `[n]` and mask `[n, P + n]`, as the engine makes them."""
     depths = [0]
     for parent in one.parents:
@@ -183,14 +202,14 @@ def pass_inputs(target: Target, one: TimedPass) -> tuple[Tensor, Tensor, Tensor 
     return tokens, torch.tensor(depths, device=target.device) + one.context, mask
 
 
-def union_of(target: Target, one: TimedPass, cache: Any) -> int:
+def union_of(target: Target, one: Rows, cache: Any) -> int:
     """Distinct (layer, expert) pairs that the pass touches."""
     output = target.forward(*pass_inputs(target, one), cache, routing=True, logits=False)
     target.commit(cache, one.context, [])
     return sum(int(layer.unique().numel()) for layer in output.routing_layers)
 
 
-def run_pass(target: Target, drafter: Drafter, one: TimedPass, cache: Any) -> float:
+def run_pass(target: Target, drafter: Drafter, one: Rows, cache: Any) -> float:
     """Milliseconds of one verification step of the engine; the cache is left as it was."""
     start = time.perf_counter()
     output = target.forward(*pass_inputs(target, one), cache, aux_layers=drafter.aux_layers)
@@ -230,12 +249,12 @@ def plain_steps(target: Target, text: list[int], context: int, steps: int) -> tu
 
 
 def base_profile(
-    target: Target, passes: list[TimedPass], cost: PassCost, share: float, config: ProfileConfig
+    target: Target, passes: list[Cell], cost: PassCost, share: float, config: ProfileConfig
 ) -> DeviceProfile:  # fmt: skip
     """The profile without the drafter's part."""
     dtype, threads = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
     name = device_name(config.device)
-    plain_ms = float(np.mean([p.median for p in passes if len(p.tokens) == 1]))
+    plain_ms = float(np.mean([p.median for p in passes if p.n == 1]))
     return DeviceProfile(
         device=name, slug=device_slug(name, dtype, threads), dtype=dtype, threads=threads, versions=versions(),
         fixed_ms=cost.fixed, per_token_ms=cost.per_token, per_expert_ms=cost.per_expert,
@@ -274,7 +293,7 @@ def measure_drafting(
         for _ in range(repeats):
             for name, shape in shapes.items():
                 between = rng.choice(text, BETWEEN).tolist()
-                run_pass(target, drafter, TimedPass(context, between, list(range(BETWEEN - 1))), cache)
+                run_pass(target, drafter, Rows(context, between, list(range(BETWEEN - 1))), cache)
                 draft = partial(catch_up_and_expand, drafter, sequence, ids, features, at, shape, scorer.temperatures)
                 pool = timed(times[name], draft)
                 at += CATCH_UP
@@ -319,10 +338,10 @@ def with_masks(candidates: Candidates, target: Target) -> Candidates:
     return Candidates(**{**vars(candidates), "masks": pack_masks(routing, target.experts)})
 
 
-def complaints(result: DeviceProfile, passes: list[TimedPass], blind: bool) -> list[str]:
+def complaints(result: DeviceProfile, passes: list[Cell], blind: bool) -> list[str]:
     """What makes the profile doubtful, one line each."""
     lines = []
-    spread, cores = float(np.median([p.spread for p in passes])), os.cpu_count() or 1
+    spread, cores = float(np.median([p.spread for p in passes if p.n == 1])), os.cpu_count() or 1
     if result.heldout_error > BAD_FIT:
         lines.append(
             f"warning: the cost model is off by {result.heldout_error:.1%} on passes it has not seen (want 5 %)"

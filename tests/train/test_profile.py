@@ -14,8 +14,8 @@ from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
 from ecospec_train.cost_model import fit_pass_cost
 from ecospec_train.profile import (
+    Cell,
     ProfileConfig,
-    TimedPass,
     base_profile,
     complaints,
     design,
@@ -71,24 +71,28 @@ def test_profile_runs_end_to_end(quick: ProfileConfig, capsys: pytest.CaptureFix
 def test_design_varies_unions_apart_from_rows_and_leaves_the_cache_alone(quick: ProfileConfig) -> None:
     target = Target.from_pretrained(quick.target)
     text = text_tokens(target, 200)
-    passes = design(text, quick)
-    assert {(p.context, len(p.tokens)) for p in passes} == {(c, n) for c in (8, 24) for n in (1, 3, 6)}
+    cells, rng = design(quick), np.random.default_rng(0)
+    assert {(c.context, c.n) for c in cells} == {(c, n) for c in (8, 24) for n in (1, 3, 6)}
     caches = {context: prefilled(target, text[:context]) for context in quick.contexts}
-    for one in passes:
-        one.union = union_of(target, one, caches[one.context])
-        assert len(caches[one.context]) == one.context
+    for cell in cells:
+        drawn = [cell.draw(text, rng) for _ in range(4)]
+        assert len({tuple(rows.tokens) for rows in drawn}) > 1, "rows of its own for every pass"
+        for rows in drawn:
+            cell.unions.append(union_of(target, rows, caches[cell.context]))
+            assert len(rows.tokens) == len(rows.parents) + 1 == cell.n
+            assert len(caches[cell.context]) == cell.context
     slots = target.moe_layers * target.top_k
-    assert all(p.union == slots for p in passes if len(p.tokens) == 1)
-    six = [p.union for p in passes if len(p.tokens) == 6]
-    assert all(slots <= union <= 6 * slots for union in six)
-    assert max(six) > 1.3 * min(six)
+    assert all(c.union == slots for c in cells if c.n == 1)
+    six = {c.kind: c.union for c in cells if c.n == 6}
+    assert all(slots <= union <= 6 * slots for union in six.values())
+    assert six["bush"] > 1.3 * six["same"]
 
 
 def test_doubts_are_voiced(quick: ProfileConfig) -> None:
     target = Target.from_pretrained(quick.target)
-    noisy = [TimedPass(8, [1] * n, list(range(n - 1)), 14 * n, [5.0, 9.0, 20.0, 6.0]) for n in (1, 2, 3)]
+    noisy = [Cell(8, n, "chain", [14 * n], [5.0, 9.0, 20.0, 6.0]) for n in (1, 2, 3)]
     cost = fit_pass_cost(np.ones(20), np.ones(20), np.ones(20), np.linspace(1, 30, 20))
-    lines = complaints(base_profile(target, noisy, cost, 0.5, quick), noisy, blind=False)
+    lines = complaints(base_profile(target, noisy, cost, 0.5, quick.model_copy(update={"device": "cpu"})), noisy, blind=False)
     assert any("off by" in line for line in lines)
     assert any("busy" in line for line in lines)
 
