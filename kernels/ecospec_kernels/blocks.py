@@ -21,11 +21,17 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-LANES = 8  # fp32 numbers in one vector
+from ecospec_kernels.lanes import LANES
+
+if LANES == 16 and numba.config.CPU_FEATURES is None:  # else LLVM splits wide vectors where it thinks them slow
+    numba.config.CPU_FEATURES = binding.get_host_cpu_features().flatten() + ",-prefer-256-bit"
+
+NARROW = 8  # fp32 numbers in a vector for rows too short for LANES
+SUMMED = 8  # vectors that are summed together, each down to one number
 BLOCK = 8  # outputs computed together, so that n > 4 rows re-read their weights from the first-level cache
 PREFETCH = 2048  # bytes ahead of the weights being read
 CACHE_LINE = 64  # bytes
@@ -121,21 +127,34 @@ def exp(x: Any) -> Any:
 
 
 @numba.njit
+def vector_length(length: int) -> int:
+    """Numbers in one vector for rows of this many."""
+    return LANES if length >= LANES else NARROW
+
+
+@numba.njit
 def plane_length(columns: int, planes: int) -> int:
     """Length of one plane of a packed row: columns / planes, rounded up to whole vectors."""
-    return (columns // planes + LANES - 1) // LANES * LANES
+    lanes = vector_length(columns // planes)
+    return (columns // planes + lanes - 1) // lanes * lanes
 
 
-def _emit_dots(rows: int, outputs: int, bf16: bool) -> Callable[..., Any]:
+def _emit_dots(rows: int, outputs: int, bf16: bool, lanes: int) -> Callable[..., Any]:
     """LLVM code of `dots`: `rows * outputs` vector accumulators over the columns, each then summed as a fixed tree."""
     i32, i64, f32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-    floats, words = ir.VectorType(f32, LANES), ir.VectorType(i32, LANES)
+    floats, words = ir.VectorType(f32, lanes), ir.VectorType(i32, lanes)
 
     def load(b: Any, address: Any, kind: Any) -> Any:
         return b.load(b.inttoptr(address, kind.as_pointer()), align=4)
 
     def totals(b: Any, sums: list[Any]) -> Any:
-        """One vector with the sum of each of LANES vectors: ((0+4)+(2+6)) + ((1+5)+(3+7)), without crossing halves twice."""
+        """One vector with the sum of each of SUMMED vectors: ((0+4)+(2+6)) + ((1+5)+(3+7)), without crossing halves twice.
+
+        Vectors of 16 are first folded: 0+8, 1+9, ...
+        """
+        if lanes == 16:
+            halves = [ir.Constant(ir.VectorType(i32, SUMMED), list(range(at, at + SUMMED))) for at in (0, SUMMED)]
+            sums = [b.fadd(*(b.shuffle_vector(v, v, half) for half in halves)) for v in sums]
         half = len(sums) // 2
         pairs = list(zip(sums[:half], sums[half:], strict=True))
         for step, kept in (
@@ -143,7 +162,7 @@ def _emit_dots(rows: int, outputs: int, bf16: bool) -> Callable[..., Any]:
             (2, (0, 1, 8, 9, 4, 5, 12, 13)),
             (1, (0, 2, 8, 10, 4, 6, 12, 14)),
         ):
-            masks = [ir.Constant(words, [lane + shift for lane in kept]) for shift in (0, step)]
+            masks = [ir.Constant(ir.VectorType(i32, SUMMED), [lane + shift for lane in kept]) for shift in (0, step)]
             sums = [b.fadd(*(b.shuffle_vector(*pair, mask) for mask in masks)) for pair in pairs]
             pairs = list(zip(sums[::2], sums[1::2], strict=False))
         return sums[0]
@@ -162,7 +181,7 @@ def _emit_dots(rows: int, outputs: int, bf16: bool) -> Callable[..., Any]:
         before, loop, body, done = b.block, *(b.append_basic_block(name) for name in ("loop", "body", "done"))
         weight_rows = [b.add(weight, b.mul(weight_stride, i64(r))) for r in range(outputs)]
         x_rows = [b.add(x, b.mul(x_stride, i64(t))) for t in range(rows)]
-        last = b.sub(words_per_row, i64(LANES))
+        last = b.sub(words_per_row, i64(lanes))
         b.branch(loop)
         b.position_at_end(loop)
         i = b.phi(i64)
@@ -174,14 +193,14 @@ def _emit_dots(rows: int, outputs: int, bf16: bool) -> Callable[..., Any]:
         # The last vector of a row may reach back over columns already counted; their packed x is zero.
         weight_at = b.mul(b.select(b.icmp_signed("<", i, last), i, last), i64(4))
         ahead = b.add(b.add(weight, i64(PREFETCH)), b.mul(i, i64(4 * outputs)))
-        for line in range(max(1, outputs // 2)):  # each cache line once, in the order of memory
+        for line in range(max(1, outputs * lanes // 16)):  # each cache line once, in the order of memory
             prefetch(b, b.add(ahead, i64(64 * line)))
         parts = []
         for address in weight_rows:
             if bf16:
                 word = load(b, b.add(address, weight_at), words)
-                even = b.shl(word, ir.Constant(words, [16] * LANES))
-                odd = b.and_(word, ir.Constant(words, [0xFFFF0000] * LANES))
+                even = b.shl(word, ir.Constant(words, [16] * lanes))
+                odd = b.and_(word, ir.Constant(words, [0xFFFF0000] * lanes))
                 parts.append([b.bitcast(even, floats), b.bitcast(odd, floats)])
             else:
                 parts.append([load(b, b.add(address, weight_at), floats)])
@@ -194,46 +213,46 @@ def _emit_dots(rows: int, outputs: int, bf16: bool) -> Callable[..., Any]:
                 value = sums[t][r]
                 for left, right in zip(parts[r], planes, strict=True):
                     value = multiply_add(b, value, left, right)
-                sums[t][r].add_incoming(ir.Constant(floats, [0.0] * LANES), before)
+                sums[t][r].add_incoming(ir.Constant(floats, [0.0] * lanes), before)
                 sums[t][r].add_incoming(value, b.block)
-        i.add_incoming(b.add(i, i64(LANES)), b.block)
+        i.add_incoming(b.add(i, i64(lanes)), b.block)
         b.branch(loop)
         b.position_at_end(done)
         flat = [value for row in sums for value in row]
-        flat += [ir.Constant(floats, ir.Undefined)] * (-len(flat) % LANES)
-        packs = [totals(b, flat[first : first + LANES]) for first in range(0, len(flat), LANES)]
+        flat += [ir.Constant(floats, ir.Undefined)] * (-len(flat) % SUMMED)
+        packs = [totals(b, flat[first : first + SUMMED]) for first in range(0, len(flat), SUMMED)]
         result = ir.VectorType(f32, outputs)
         for t in range(rows):
-            lanes = ir.Constant(ir.VectorType(i32, outputs), [t * outputs % LANES + r for r in range(outputs)])
-            pack = packs[t * outputs // LANES]
+            places = ir.Constant(ir.VectorType(i32, outputs), [t * outputs % SUMMED + r for r in range(outputs)])
+            pack = packs[t * outputs // SUMMED]
             address = b.inttoptr(b.add(out, b.mul(out_stride, i64(t))), result.as_pointer())
-            b.store(b.shuffle_vector(pack, pack, lanes), address, align=4)
+            b.store(b.shuffle_vector(pack, pack, places), address, align=4)
         return context.get_dummy_value()
 
     return codegen
 
 
-def _dots(rows: int, outputs: int, bf16: bool) -> Any:
+def _dots(rows: int, outputs: int, bf16: bool, lanes: int) -> Any:
     """Intrinsic `dots(weight, weight_stride, words_per_row, x, x_stride, plane, out, out_stride)`.
 
     out[t, r] (fp32) = weight[r] . x[t] for t < rows, r < outputs. Strides in bytes; `words_per_row`: 32-bit words in a
-    weight row (at least LANES); `plane`: plane length of the packed x.
+    weight row (at least `lanes`); `plane`: plane length of the packed x.
     """
 
     @intrinsic
     def dots(context: Any, w: Any, ws: Any, words: Any, x: Any, xs: Any, plane: Any, out: Any, os: Any) -> Any:
-        return types.void(*[types.int64] * 8), _emit_dots(rows, outputs, bf16)
+        return types.void(*[types.int64] * 8), _emit_dots(rows, outputs, bf16, lanes)
 
     return dots
 
 
-def _make_matmul(bf16: bool) -> Any:
-    """`matmul` for one weight type.
+def _make_matmul(bf16: bool, lanes: int) -> Any:
+    """`matmul` for one weight type and vector width.
 
     Two outputs side by side, whatever the rows: more would hide more of the latency of sums (4-8: faster on weights that
     lie in a cache), but reads that jump between more rows of a weight come slower from memory, which decides.
     """
-    one, two, three, four = _dots(1, 2, bf16), _dots(2, 2, bf16), _dots(3, 2, bf16), _dots(4, 2, bf16)
+    one, two, three, four = (_dots(rows, 2, bf16, lanes) for rows in (1, 2, 3, 4))
 
     @numba.njit(nogil=True)
     def matmul(w: int, stride: int, words: int, first: int, outputs: int, x: int, x_stride: int, plane: int, n: int,
@@ -260,8 +279,27 @@ def _make_matmul(bf16: bool) -> Any:
     return matmul
 
 
-matmul_bf16 = _make_matmul(True)
-matmul_f32 = _make_matmul(False)
+def _by_width(bf16: bool) -> Any:
+    """`matmul` for one weight type, in vectors as wide as `vector_length` says of its rows."""
+    wide = _make_matmul(bf16, LANES)
+    if LANES == NARROW:
+        return wide
+    narrow = _make_matmul(bf16, NARROW)
+
+    @numba.njit(nogil=True)
+    def matmul(w: int, stride: int, words: int, first: int, outputs: int, x: int, x_stride: int, plane: int, n: int,
+               out: int, out_stride: int) -> None:  # fmt: skip
+        """See `_make_matmul`."""
+        if words < LANES:
+            narrow(w, stride, words, first, outputs, x, x_stride, plane, n, out, out_stride)
+        else:
+            wide(w, stride, words, first, outputs, x, x_stride, plane, n, out, out_stride)
+
+    return matmul
+
+
+matmul_bf16 = _by_width(True)
+matmul_f32 = _by_width(False)
 
 
 @numba.njit(nogil=True)
@@ -306,7 +344,8 @@ def write_row(row: int, columns: int, bf16: bool, address: int) -> None:
 def pack_row(row: int, columns: int, planes: int, packed: int) -> None:
     """fp32 numbers at `row` -> their packed form (`planes * plane_length` fp32), zeros where a vector repeats columns."""
     length, plane = columns // planes, plane_length(columns, planes)
-    whole = length // LANES * LANES
+    lanes = vector_length(length)
+    whole = length // lanes * lanes
     values, out = view(row, columns, np.float32), view(packed, planes * plane, np.float32)
     if planes == 1:
         for i in range(whole):
@@ -317,8 +356,8 @@ def pack_row(row: int, columns: int, planes: int, packed: int) -> None:
             out[plane + i] = values[2 * i + 1]
     if whole < length:
         for p in range(planes):
-            for i in range(LANES):
-                column = length - LANES + i
+            for i in range(lanes):
+                column = length - lanes + i
                 out[p * plane + whole + i] = values[column * planes + p] if column >= whole else np.float32(0.0)
 
 

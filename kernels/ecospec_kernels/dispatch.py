@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ecospec_kernels.lanes import LANES
+
 ENABLED = os.environ.get("ECOSPEC_KERNELS") != "reference" and importlib.util.find_spec("numba") is not None
 CALLS: Counter[tuple[str, str]] = Counter()
 MAX_ROWS = 64  # a drafted pool and its root; larger passes are bound by arithmetic
@@ -131,7 +133,7 @@ def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor 
 
 def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor) -> bool:
     """Whether the CPU kernels of `draft_layer` and `draft_propose` take these matrices (one dtype) and fp32 rows."""
-    return rows.is_cpu and rows.dtype is torch.float32 and head_dim % 8 == 0 and all(
+    return rows.is_cpu and rows.dtype is torch.float32 and head_dim % (LANES if head_dim > LANES else 8) == 0 and all(
         _plain(m) and m.is_contiguous() and m.dtype is matrices[0].dtype and m.size(0) >= 8 and _columns(m.size(1), m.dtype)
         for m in matrices
     )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 from ecospec_kernels.blocks import (
     BLOCK,
     LANES,
+    NARROW,
     _dots,
     compiled,
     exp,
@@ -27,7 +28,7 @@ from ecospec_kernels.blocks import (
 )  # fmt: skip
 from ecospec_kernels.draft_layer.reference import LayerWeights, Rope
 
-_one_dot = _dots(1, 1, False)
+_wide_dot, _narrow_dot = _dots(1, 1, False, LANES), _dots(1, 1, False, NARROW)
 
 
 @numba.njit(nogil=True, fastmath={"contract", "reassoc"})
@@ -75,7 +76,10 @@ def _scores(q: int, q_stride: int, n: int, keys: int, count: int, dim: int, out:
     else:
         for t in range(n):
             for j in range(count):
-                _one_dot(keys + j * dim * 4, 0, dim, q + t * q_stride, 0, dim, out + t * out_stride + j * 4, 0)
+                if dim < LANES:
+                    _narrow_dot(keys + j * dim * 4, 0, dim, q + t * q_stride, 0, dim, out + t * out_stride + j * 4, 0)
+                else:
+                    _wide_dot(keys + j * dim * 4, 0, dim, q + t * q_stride, 0, dim, out + t * out_stride + j * 4, 0)
 
 
 @numba.njit(nogil=True, fastmath={"contract", "reassoc"})
