@@ -156,17 +156,20 @@ def open_study(config: TuneConfig, profile: DeviceProfile, traces: Traces) -> op
     return study
 
 
-def yardsticks(depth: int) -> list[dict[str, Any]]:
+def yardsticks(depth: int, top_k: int) -> list[dict[str, Any]]:
     """Points that are always tried: as published, with one temperature, and each rule with each acceptance model."""
     points: list[dict[str, Any]] = []
     for kind in ("raw", "temperature"):
         points += [{"policy": "confidence", "acceptance": kind, "confidence.budget": m} for m in BUDGETS]
     for kind in get_args(AcceptanceKind):
         points.append({"policy": "ratio", "acceptance": kind, "ratio.budget": 4, "ratio.epsilon": 1.0, "buffer": False})
-    own = {"policy": "throughput", "throughput.scale": 1.0, "throughput.pause": 4, "buffer": False}
-    points += [own | {"acceptance": kind} for kind in get_args(AcceptanceKind)]
-    points = [{"depth": depth, "min_reach": 0.0} | point for point in points]
-    return points + [points[-1] | {"min_reach": reach} for reach in (0.05, 0.1, 0.2)]
+    own = {"policy": "throughput", "throughput.scale": 1.0, "throughput.pause": 4}
+    predicting = own | {"throughput.predicts": True, "buffer": False}
+    points += [predicting | {"acceptance": kind} for kind in get_args(AcceptanceKind)]
+    points += [predicting | {"acceptance": "head", "min_reach": reach} for reach in (0.05, 0.1, 0.2)]
+    flat = own | {"throughput.predicts": False, "acceptance": "temperature", "node_experts": 0.55 * top_k}
+    points += [flat | {"min_reach": reach} for reach in (0.05, 0.1, 0.2)]
+    return [{"depth": depth, "min_reach": 0.0} | point for point in points]
 
 
 def suggest(trial: optuna.Trial, depth: int, target: TargetRecord) -> tuple[PolicySpec, float]:
@@ -188,6 +191,9 @@ def suggest(trial: optuna.Trial, depth: int, target: TargetRecord) -> tuple[Poli
     else:
         scale = trial.suggest_float("throughput.scale", 0.5, 2.0, log=True)
         parameters["pause"] = trial.suggest_categorical("throughput.pause", PAUSES)
+        if not trial.suggest_categorical("throughput.predicts", (True, False)):
+            parameters["node_experts"] = trial.suggest_float("node_experts", 0.1 * target.top_k, target.top_k)
+            return PolicySpec(name=name, parameters=parameters, acceptance=kind, **cut), scale
     if trial.suggest_categorical("buffer", (False, True)):
         parameters["capacity"] = trial.suggest_int("capacity", target.top_k, target.experts, log=True)
         parameters["penalty"] = trial.suggest_float("penalty", 0.1, 10.0, log=True)
@@ -202,7 +208,7 @@ def run_trials(
     finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
     tried = [t.params for t in finished] + [t.system_attrs.get("fixed_params") for t in waiting]
-    missing = [point for point in yardsticks(rows.pool.depth) if point not in tried]
+    missing = [point for point in yardsticks(rows.pool.depth, target.top_k) if point not in tried]
     for point in missing:
         study.enqueue_trial(point)
     remaining = max(config.trials - len(finished), len(missing) + len(waiting))
@@ -292,7 +298,7 @@ def simplest(ranked: list[FrozenTrial]) -> FrozenTrial:
 
 def is_yardstick(trial: FrozenTrial, kind: str, depth: int) -> bool:
     """Whether a trial is one of the fixed-budget `confidence` policies with this acceptance model."""
-    points = [p for p in yardsticks(depth) if p["policy"] == "confidence" and p["acceptance"] == kind]
+    points = [p for p in yardsticks(depth, 1) if p["policy"] == "confidence" and p["acceptance"] == kind]
     return trial.params in points
 
 

@@ -38,19 +38,26 @@ class ThroughputPolicy(Config):
     budget: int | None = Field(default=None, ge=1)  # nodes besides the root; None: as many as pay
     capacity: int | None = Field(default=None, ge=1)  # experts per layer; None: unlimited
     penalty: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)  # expert reads per overflow
+    # Experts per layer that every node is charged in place of a prediction; None: what is predicted for it. A prediction
+    # takes time of its own, which it must earn back.
+    node_experts: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     pause: int = Field(default=4, ge=0)  # plain steps once drafting no longer pays, before it is tried again; 0: never
 
     name: ClassVar[str] = "throughput"
     drafts: ClassVar[bool] = True
-    needs_routing: ClassVar[bool] = True
     needs_profile: ClassVar[bool] = True
+
+    @property
+    def needs_routing(self) -> bool:
+        """See `Policy`."""
+        return self.node_experts is None
 
     def select(self, candidates: Candidates, profile: DeviceProfile, context: int) -> list[int]:
         """See `Policy.select`."""
         parents = candidates.pool.parents.tolist()
-        masks = require_masks(candidates, self.name)
+        masks = require_masks(candidates, self.name) if self.needs_routing else [0] * len(candidates)
         price = self.tokens_per_ms(profile)
-        token_cost = price * profile.per_token_ms
+        token_cost = price * self.token_ms(profile, candidates.layers)
         worth = [value - token_cost for value in reach_probabilities(candidates, parents)]
         buffer = None
         if self.capacity is not None:
@@ -62,17 +69,23 @@ class ThroughputPolicy(Config):
         """The price of time."""
         return 1.0 / profile.plain_ms if self.price is None else self.price
 
+    def token_ms(self, profile: DeviceProfile, layers: int) -> float:
+        """Time that a node takes apart from the experts predicted for it."""
+        return profile.per_token_ms + profile.per_expert_ms * layers * (self.node_experts or 0.0)
+
     def gain(self, candidates: Candidates | None, chosen: list[int], profile: DeviceProfile, draft_ms: float) -> float:
         """See `Pausing`."""
         price = self.tokens_per_ms(profile)
         if candidates is None or not chosen:
             return -price * draft_ms
         values = reach_probabilities(candidates, candidates.pool.parents.tolist())
-        union = candidates.root_mask
-        for node in chosen:
-            union |= candidates.masks[node]
-        experts = union.bit_count() - candidates.root_mask.bit_count()
-        extra_ms = profile.per_token_ms * len(chosen) + profile.per_expert_ms * experts
+        experts = 0
+        if self.needs_routing:
+            union = candidates.root_mask
+            for node in chosen:
+                union |= candidates.masks[node]
+            experts = union.bit_count() - candidates.root_mask.bit_count()
+        extra_ms = self.token_ms(profile, candidates.layers) * len(chosen) + profile.per_expert_ms * experts
         return sum(values[node] for node in chosen) - price * (extra_ms + draft_ms)
 
     def parameters(self) -> dict[str, Any]:

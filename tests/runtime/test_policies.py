@@ -16,6 +16,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import POLICIES, PolicySpec, build_policy, parse_policies, parse_policy
+from ecospec_runtime.policies.base import Pausing
 from ecospec_runtime.policies.throughput import _Search
 from ecospec_runtime.pool import Candidates, Pool, is_closed, pack_masks, path_products
 
@@ -236,6 +237,18 @@ def test_throughput_beats_the_others_on_its_own_objective() -> None:
         for text in ("off", *(f"{name}:budget={m}" for name in ("confidence", "ratio") for m in (1, 2, 4, 8, 16))):
             other = worth(candidates, parse_and_select(text, candidates, profile), price, profile)
             assert worth(candidates, own, price, profile) >= other - 1e-6, text
+
+
+def test_a_flat_charge_needs_no_prediction_and_asks_the_same_of_every_node() -> None:
+    """price 1, token 0.01 ms, 2 layers * 1.5 experts * 0.05 ms: a node must be worth more than 0.16."""
+    candidates = make_candidates([-1, 0, 1, -1], [0.9, 0.5, 0.3, 0.2], [], 0, 2, 8)
+    profile = make_profile(expert_ms=0.05)
+    policy = build_policy(parse_policy("throughput:price=1,node_experts=1.5"))
+    assert not policy.needs_routing
+    assert policy.select(candidates, profile, 0) == [0, 1, 3]  # V: 0.9, 0.45, 0.135, 0.2
+    assert isinstance(policy, Pausing)
+    assert policy.gain(candidates, [0, 1, 3], profile, 0.2) == pytest.approx(0.9 + 0.45 + 0.2 - 3 * 0.16 - 0.2)
+    assert policy.gain(None, [], profile, 0.2) == pytest.approx(-0.2)
 
 
 def test_without_predicted_routing_cost_aware_policies_refuse() -> None:

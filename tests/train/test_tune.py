@@ -18,7 +18,7 @@ from ecospec_train.replay import load_rows, replay
 from ecospec_train.traces import Traces
 from ecospec_train.tune import TuneConfig, fingerprint, simplest, split_prompts, tune, yardsticks
 from tests.train.invented import NearlyRightPredictor, make_profile
-from tests.train.synthetic import SHAPE, write_traces
+from tests.train.synthetic import SHAPE, TOP_K, write_traces
 
 CHEAP = {
     "per_expert_ms": 0.05,
@@ -71,10 +71,10 @@ def test_what_pays_is_chosen_and_stored(config: TuneConfig) -> None:
     assert report.speedup_vs_off == pytest.approx(again.tokens_per_ms / off.tokens_per_ms)
 
     table = json.loads((config.out / "trials.json").read_text())
-    assert len(table) == len(logged) == report.trials == max(config.trials, len(yardsticks(SHAPE.depth)))
+    assert len(table) == len(logged) == report.trials == max(config.trials, len(yardsticks(SHAPE.depth, TOP_K)))
     assert [row["tokens_per_ms"] for row in table] == sorted((entry[1] for entry in logged), reverse=True)
     tried = [row["parameters"] for row in table]
-    assert all(point in tried for point in yardsticks(SHAPE.depth))
+    assert all(point in tried for point in yardsticks(SHAPE.depth, TOP_K))
 
 
 def test_off_is_chosen_and_explained_when_nothing_pays(config: TuneConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_a_buffer_must_earn_its_cost() -> None:
 
 
 def test_a_second_run_continues_the_study(config: TuneConfig) -> None:
-    config, count = config.model_copy(update={"storage": None}), len(yardsticks(SHAPE.depth))
+    config, count = config.model_copy(update={"storage": None}), len(yardsticks(SHAPE.depth, TOP_K))
     first = tune(config.model_copy(update={"trials": count}))
     second = tune(config.model_copy(update={"trials": count + 3}))
     third = tune(config.model_copy(update={"trials": count + 3}))
@@ -119,7 +119,7 @@ def test_a_second_run_continues_the_study(config: TuneConfig) -> None:
 def test_yardsticks_of_a_killed_run_are_tried_again(config: TuneConfig) -> None:
     tune(config.model_copy(update={"trials": 1, "storage": None}))
     study = optuna.load_study(study_name="ecospec", storage=f"sqlite:///{config.out}/study.db")
-    point = yardsticks(SHAPE.depth)[0]
+    point = yardsticks(SHAPE.depth, TOP_K)[0]
     victim = next(t for t in study.trials if t.params == point)
     other = optuna.create_study(study_name="ecospec", storage=f"sqlite:///{config.out}/other.db", direction="maximize")
     other.set_user_attr("inputs", study.user_attrs["inputs"])
@@ -127,7 +127,7 @@ def test_yardsticks_of_a_killed_run_are_tried_again(config: TuneConfig) -> None:
     other.enqueue_trial(point)
     other.ask()  # a worker that died: its trial stays open
     report = tune(config.model_copy(update={"trials": 1, "storage": f"sqlite:///{config.out}/other.db"}))
-    assert report.trials == len(yardsticks(SHAPE.depth))
+    assert report.trials == len(yardsticks(SHAPE.depth, TOP_K))
 
 
 def test_tuning_uses_prompts_that_the_fit_held_out(config: TuneConfig) -> None:
