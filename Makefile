@@ -1,6 +1,6 @@
 # Every target does its own set-up: a virtual environment in .venv and a pinned install, once.
 #   make test        everything that proves the project (about 3 minutes on 2 cores)
-#   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (about 11 minutes)
+#   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (about 8 minutes)
 #   make reference   retrain the committed reference target and drafter (about two hours)
 #   make lint        ruff and mypy
 # PYTHON=...   another interpreter (3.11 to 3.13).  PIP_ARGS=...  for example another index of torch builds.
@@ -50,11 +50,14 @@ constraints: $(STAMP)
 quickstart: $(STAMP)
 	@VENV=$(VENV) MODEL=$(MODEL) RUN=$(RUN) bash pipelines/quickstart.sh
 
+reference: export MALLOC_TOP_PAD_ := 1000000000
+reference: export MALLOC_MMAP_MAX_ := 0
+reference: export OMP_NUM_THREADS := 1
 reference: $(STAMP)
 	$(BIN)/python -m pipelines.reference.corpus --out runs/reference/corpus
 	$(BIN)/python -m pipelines.reference.target --corpus runs/reference/corpus --out runs/reference/base
 	$(BIN)/python -m pipelines.reference.unlikelihood --corpus runs/reference/corpus --init runs/reference/base --out runs/reference/target
-	$(BIN)/python -m pipelines.reference.head --corpus runs/reference/corpus --target runs/reference/target --out runs/reference/drafter
+	$(BIN)/python -m pipelines.reference.head --corpus runs/reference/corpus --target runs/reference/target --out runs/reference/drafter --minutes 35
 	$(BIN)/python -m pipelines.reference.report --corpus runs/reference/corpus --target runs/reference/target --head runs/reference/drafter --out runs/reference
 
 clean:
