@@ -108,7 +108,12 @@ def slower(contestants: Sequence[Contestant], temperature: float, samples: Sampl
     out: set[str] = set()
     fixed = [c for c in contestants if c.spec.name == "confidence" and not c.label.endswith("(tuned)")]
     for kind in {c.acceptance for c in fixed}:
-        rates = {c.label: rate(samples[c.label, temperature]) for c in fixed if c.acceptance == kind}
+        # The median over prompts: one slow moment of the machine must not end a policy.
+        rates = {
+            c.label: median(rate([r]) for r in samples[c.label, temperature] if r)
+            for c in fixed
+            if c.acceptance == kind
+        }
         ranked = sorted(rates, key=rates.__getitem__, reverse=True)
         near = sum(rates[label] >= (1 - SCREEN_MARGIN) * rates[ranked[0]] for label in ranked)
         out |= set(ranked[min(max(near, SCREEN_KEEP[0]), SCREEN_KEEP[1]) :])
