@@ -132,8 +132,8 @@ def profile(config: ProfileConfig) -> DeviceProfile:
         np.array([p.n for p in passes], np.float64), np.array([p.union for p in passes]),
         np.array([p.context for p in passes], np.float64), np.array([p.median for p in passes]), config.seed,
     )  # fmt: skip
-    experts_ms, steps_ms = plain_steps(target, text, sorted(config.contexts)[len(config.contexts) // 2], PLAIN_STEPS)
-    result = base_profile(target, passes, cost, experts_ms / steps_ms, config)
+    plain = plain_steps(target, text, sorted(config.contexts)[len(config.contexts) // 2], PLAIN_STEPS)
+    result = base_profile(target, passes, cost, plain, config)
     drafting = measure_drafting(target, drafter, predictor, text, result, config)
     result = result.model_copy(update=drafting)
     for line in complaints(result, passes, predictor is None):
@@ -249,17 +249,19 @@ def plain_steps(target: Target, text: list[int], context: int, steps: int) -> tu
 
 
 def base_profile(
-    target: Target, passes: list[Cell], cost: PassCost, share: float, config: ProfileConfig
+    target: Target, passes: list[Cell], cost: PassCost, plain: tuple[float, float], config: ProfileConfig
 ) -> DeviceProfile:  # fmt: skip
-    """The profile without the drafter's part."""
+    """The profile without the drafter's part; `plain` is what `plain_steps` measured."""
     dtype, threads = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
     name = device_name(config.device)
-    plain_ms = float(np.mean([p.median for p in passes if p.n == 1]))
+    experts_ms, plain_ms = plain
+    by_formula = float(np.mean([cost.fixed + cost.per_token + cost.per_expert * p.union + cost.per_context * p.context
+                                for p in passes if p.n == 1]))  # fmt: skip
     return DeviceProfile(
         device=name, slug=device_slug(name, dtype, threads), dtype=dtype, threads=threads, versions=versions(),
         fixed_ms=cost.fixed, per_token_ms=cost.per_token, per_expert_ms=cost.per_expert,
         per_context_ms=cost.per_context, heldout_error=cost.heldout_error, plain_ms=plain_ms,
-        expert_share=share,
+        plain_saving_ms=max(0.0, by_formula - plain_ms), expert_share=experts_ms / plain_ms,
     )  # fmt: skip
 
 

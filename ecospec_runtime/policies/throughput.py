@@ -63,7 +63,8 @@ class ThroughputPolicy(Config):
         if self.capacity is not None:
             buffer = ExpertBuffer(self.capacity, self.penalty, candidates.layers, candidates.experts)
         search = _Search(parents, worth, masks, candidates.root_mask, price * profile.per_expert_ms, buffer)
-        return search.run(self.budget)
+        chosen = search.run(self.budget)
+        return chosen if chosen and self.gain(candidates, chosen, profile, 0.0) > 0.0 else []
 
     def tokens_per_ms(self, profile: DeviceProfile) -> float:
         """The price of time."""
@@ -86,7 +87,7 @@ class ThroughputPolicy(Config):
                 union |= candidates.masks[node]
             experts = union.bit_count() - candidates.root_mask.bit_count()
         extra_ms = self.token_ms(profile, candidates.layers) * len(chosen) + profile.per_expert_ms * experts
-        return sum(values[node] for node in chosen) - price * (extra_ms + draft_ms)
+        return sum(values[node] for node in chosen) - price * (profile.plain_saving_ms + extra_ms + draft_ms)
 
     def parameters(self) -> dict[str, Any]:
         """See `Policy.parameters`."""

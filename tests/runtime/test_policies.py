@@ -251,6 +251,14 @@ def test_a_flat_charge_needs_no_prediction_and_asks_the_same_of_every_node() -> 
     assert policy.gain(None, [], profile, 0.2) == pytest.approx(-0.2)
 
 
+def test_a_set_must_earn_what_a_plain_step_saves() -> None:
+    candidates = make_candidates([-1, 0], [0.9, 0.5], [0b10, 0b100], 0b1, 1, 8)
+    policy, profile = build_policy(parse_policy("throughput:price=1")), make_profile(expert_ms=0.1)
+    assert policy.select(candidates, profile, 0) == [0, 1]  # worth 1.35 - 2 * 0.11 = 1.13
+    assert policy.select(candidates, profile.model_copy(update={"plain_saving_ms": 1.1}), 0) == [0, 1]
+    assert policy.select(candidates, profile.model_copy(update={"plain_saving_ms": 1.2}), 0) == []
+
+
 def test_without_predicted_routing_cost_aware_policies_refuse() -> None:
     blind = make_candidates([-1], [0.5], [], 0, 1, 4)
     assert parse_and_select("confidence", blind) == [0]

@@ -93,7 +93,7 @@ def test_doubts_are_voiced(quick: ProfileConfig) -> None:
     noisy = [Cell(8, n, "chain", [14 * n], [5.0, 9.0, 20.0, 6.0]) for n in (1, 2, 3)]
     cost = fit_pass_cost(np.ones(20), np.ones(20), np.ones(20), np.linspace(1, 30, 20))
     lines = complaints(
-        base_profile(target, noisy, cost, 0.5, quick.model_copy(update={"device": "cpu"})), noisy, blind=False
+        base_profile(target, noisy, cost, (3.0, 5.0), quick.model_copy(update={"device": "cpu"})), noisy, blind=False
     )
     assert any("off by" in line for line in lines)
     assert any("busy" in line for line in lines)
