@@ -157,8 +157,10 @@ def describe(config: HarvestConfig, target: Target, drafter: Drafter, prompts: l
             id=config.drafter, kind=drafter.kind, fingerprint=drafter.fingerprint, width=drafter.width
         ),
         **config.model_dump(
-            include=set(TraceManifest.model_fields) & set(HarvestConfig.model_fields) - {"target", "drafter"}
+            include=set(TraceManifest.model_fields)
+            & set(HarvestConfig.model_fields) - {"target", "drafter", "target_temperatures"}
         ),
+        target_temperatures=config.recorded_temperatures,
         prompts_sha256=fingerprint_prompts(prompts),
         versions=versions(),
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
