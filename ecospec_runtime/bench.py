@@ -27,8 +27,8 @@ METHOD = (
 )
 PER_PASS = ("accept_length", "experts_per_layer", "nodes", "draft_ms", "predict_ms", "select_ms", "verify_ms")
 WARM_UP_TOKENS = 12
-SCREEN_KEEP = (2, 3)  # at least and at most so many policies of an acceptance model go on after the screening ...
-SCREEN_MARGIN = 0.07  # ... those this close to the fastest
+SCREEN_KEEP = (3, 4)  # at least and at most so many policies of an acceptance model go on after the screening ...
+SCREEN_MARGIN = 0.15  # ... those this close to the fastest
 
 
 @dataclass(frozen=True)
