@@ -30,21 +30,13 @@ class DeviceProfile(BaseModel):
     select_ms: float = 0.0
     heldout_error: float  # mean relative error on passes the fit has not seen
     plain_ms: float  # measured plain step, in a run of them
-    plain_saving_ms: float = (
-        0.0  # what the formula says beyond that: one plain step finds much of the last one's still warm
-    )
+    plain_saving_ms: float = 0.0  # what the formula says beyond that: such a step finds experts still warm
     expert_share: float  # share of a plain step spent in expert modules, measured
 
     def pass_ms(self, nodes: int, union: int, context: int = 0) -> float:
         """Predicted time of a pass over `nodes` tokens (root included) that touches `union` (layer, expert) pairs."""
-        saving = self.plain_saving_ms if nodes == 1 else 0.0
-        return (
-            -saving
-            + self.fixed_ms
-            + self.per_token_ms * nodes
-            + self.per_expert_ms * union
-            + self.per_context_ms * context
-        )
+        fixed_ms = self.fixed_ms - (self.plain_saving_ms if nodes == 1 else 0.0)
+        return fixed_ms + self.per_token_ms * nodes + self.per_expert_ms * union + self.per_context_ms * context
 
     def draft_ms(self, levels: int, nodes: int, predicts: bool = True) -> float:
         """Time of catching up, expanding `levels` levels, predicting for a pool of `nodes` (if `predicts`), selecting."""

@@ -225,26 +225,29 @@ def run_pass(target: Target, drafter: Drafter, one: Rows, cache: Any) -> float:
 def plain_steps(target: Target, text: list[int], context: int, steps: int) -> tuple[float, float]:
     """Median ms that a plain step along `text` spends in expert modules, and that it takes, after `context` tokens."""
     cache = prefilled(target, text[:context])
-    clock = time.thread_time if target.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
-    def now(*_: Any) -> float:
+    def now() -> float:
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
-        return clock()
+        return time.perf_counter()
 
     marks: list[float] = []
     handles = [hook(lambda *_: marks.append(now())) for module in target.expert_modules
                for hook in (module.register_forward_pre_hook, module.register_forward_hook)]  # fmt: skip
     experts_ms, steps_ms = [], []
-    for i, token in enumerate(text[context : context + steps]):
-        marks.clear()
-        start = now()
-        target.forward(torch.tensor([token], device=target.device), torch.tensor([context + i], device=target.device),
-                       None, cache)  # fmt: skip
-        steps_ms.append((now() - start) * 1e3)
-        experts_ms.append((sum(marks[1::2]) - sum(marks[::2])) * 1e3)
-    for handle in handles:
-        handle.remove()
+    sampler = Sampler(GenerationConfig())
+    try:
+        for i, token in enumerate(text[context : context + steps]):
+            marks.clear()
+            start = now()
+            output = target.forward(*pass_inputs(target, Rows(context + i, [token], [])), cache)
+            assert output.logits is not None
+            walk(output.logits, children_of([], []), sampler, context + i + 1, set(), False)
+            steps_ms.append((now() - start) * 1e3)
+            experts_ms.append((sum(marks[1::2]) - sum(marks[::2])) * 1e3)
+    finally:
+        for handle in handles:
+            handle.remove()
     return float(np.median(experts_ms)), float(np.median(steps_ms))
 
 
@@ -255,14 +258,14 @@ def base_profile(
     dtype, threads = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
     name = device_name(config.device)
     experts_ms, plain_ms = plain
-    by_formula = float(np.mean([cost.fixed + cost.per_token + cost.per_expert * p.union + cost.per_context * p.context
-                                for p in passes if p.n == 1]))  # fmt: skip
-    return DeviceProfile(
+    result = DeviceProfile(
         device=name, slug=device_slug(name, dtype, threads), dtype=dtype, threads=threads, versions=versions(),
         fixed_ms=cost.fixed, per_token_ms=cost.per_token, per_expert_ms=cost.per_expert,
         per_context_ms=cost.per_context, heldout_error=cost.heldout_error, plain_ms=plain_ms,
-        plain_saving_ms=max(0.0, by_formula - plain_ms), expert_share=experts_ms / plain_ms,
+        expert_share=experts_ms / plain_ms,
     )  # fmt: skip
+    by_formula = float(np.mean([result.pass_ms(1, round(p.union), p.context) for p in passes if p.n == 1]))
+    return result.model_copy(update={"plain_saving_ms": max(0.0, by_formula - plain_ms)})
 
 
 def measure_drafting(

@@ -15,12 +15,13 @@ exact optimum is a minimum cut; tests compare with it.) Legend: n nodes of the p
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ecospec_runtime.config import Config
 from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies.base import ExpertBuffer, reach_probabilities, require_masks
 from ecospec_runtime.pool import Candidates
 
@@ -46,6 +47,12 @@ class ThroughputPolicy(Config):
     name: ClassVar[str] = "throughput"
     drafts: ClassVar[bool] = True
     needs_profile: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _one_charge(self) -> Self:
+        if self.node_experts is not None and self.capacity is not None:
+            raise UserError("throughput: 'capacity' needs predicted experts; leave out 'capacity' or 'node_experts'")
+        return self
 
     @property
     def needs_routing(self) -> bool:

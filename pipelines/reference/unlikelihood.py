@@ -41,7 +41,7 @@ def third_time(ids_BT: Tensor, longest: int = LONGEST) -> Tensor:
 def continue_greedily(model: Qwen3MoeForCausalLM, ids_BT: Tensor, tokens: int) -> Tensor:
     """`ids_BT` followed by `tokens` greedy tokens."""
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0)
-    return model.generate(ids_BT, generation_config=config, attention_mask=torch.ones_like(ids_BT))  # type: ignore
+    return model.generate(ids_BT, generation_config=config, attention_mask=torch.ones_like(ids_BT))  # type: ignore[operator,no-any-return]
 
 
 class UnlikelihoodModule(TargetModule):

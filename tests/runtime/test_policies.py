@@ -249,6 +249,8 @@ def test_a_flat_charge_needs_no_prediction_and_asks_the_same_of_every_node() -> 
     assert isinstance(policy, Pausing)
     assert policy.gain(candidates, [0, 1, 3], profile, 0.2) == pytest.approx(0.9 + 0.45 + 0.2 - 3 * 0.16 - 0.2)
     assert policy.gain(None, [], profile, 0.2) == pytest.approx(-0.2)
+    with pytest.raises(UserError, match="'capacity' needs predicted experts"):
+        parse_policy("throughput:node_experts=1.5,capacity=4")
 
 
 def test_a_set_must_earn_what_a_plain_step_saves() -> None:
