@@ -12,7 +12,7 @@ from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
-from ecospec_train.cost_model import fit_pass_cost
+from ecospec_train.cost_model import PassCost, fit_pass_cost
 from ecospec_train.profile import (
     Cell,
     ProfileConfig,
@@ -86,6 +86,18 @@ def test_design_varies_unions_apart_from_rows_and_leaves_the_cache_alone(quick: 
     six = {c.kind: c.union for c in cells if c.n == 6}
     assert all(slots <= union <= 6 * slots for union in six.values())
     assert six["bush"] > 1.3 * six["same"]
+
+
+def test_a_plain_step_costs_what_was_measured(quick: ProfileConfig) -> None:
+    target, cells = Target.from_pretrained(quick.target), [Cell(8, 1, "chain", [14]), Cell(8, 3, "chain", [30])]
+    cost = PassCost(2.0, 0.5, 0.25, 0.125, 0.0, 1.0)
+    config = quick.model_copy(update={"device": "cpu"})
+    found = base_profile(target, cells, cost, (3.0, 5.0), config)
+    assert (found.plain_ms, found.plain_saving_ms, found.expert_share) == pytest.approx((5.0, 2.0, 0.6))  # formula: 7
+    assert found.pass_ms(1, 14, 8) == pytest.approx(5.0)
+    assert found.pass_ms(3, 30, 8) == pytest.approx(2.0 + 1.5 + 7.5 + 1.0)
+    slow = base_profile(target, cells, cost, (3.0, 9.0), config)
+    assert slow.plain_saving_ms == 0.0
 
 
 def test_doubts_are_voiced(quick: ProfileConfig) -> None:
