@@ -17,18 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ecospec_kernels import dispatch
 from ecospec_kernels.draft_layer.reference import LayerWeights, Rope, linear
-from ecospec_kernels.draft_propose.reference import Proposals
+from ecospec_kernels.draft_tree.reference import Shape, Tree, TreeWeights
 from ecospec_runtime.checkpoint import DTYPES, fingerprint
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters.eagle3_config import HeadConfig, check_fit, checked_map, read_head_config, read_tensors
-from ecospec_runtime.drafters.tree import grow
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.pool import Ints, Pool
+from ecospec_runtime.pool import Pool
 
 _CHUNK = 64  # rows of one extension pass; what the kernel takes
 _ROOM = 512  # rows of a new sequence's buffers
@@ -166,13 +164,17 @@ class Eagle3Drafter:
         self.config, self.fingerprint, self.source = head.config, digest, source
         self.width, self.aux_layers = self.config.hidden_size, self.config.aux_layers
         self._dtype = torch.float32 if device.type == "cpu" else dtype
-        self._weights = head.weights().stored(dtype, self._dtype, device)
-        layer = self._weights.layer
-        matrices = (layer.qkv, layer.out, layer.gate_up, layer.down, self._weights.lm_head_VH)
-        self._kernels = dispatch.ENABLED and dispatch.supports_draft(matrices, layer.head_dim, layer.input_norm)
+        weights = head.weights().stored(dtype, self._dtype, device)
+        layer = weights.layer
+        matrices = (layer.qkv, layer.out, layer.gate_up, layer.down, weights.lm_head_VH)
+        self._kernels = dispatch.ENABLED and dispatch.supports_draft(
+            matrices, layer.head_dim, layer.input_norm, embedding
+        )
         if not self._kernels and dtype != self._dtype:
-            self._weights = self._weights.stored(self._dtype, self._dtype, device)
-        self._target_ids, self._embedding, self._device = target_ids_V.cpu().numpy(), embedding.detach(), device
+            weights = weights.stored(self._dtype, self._dtype, device)
+        self._weights, self._device = weights, device
+        self._tree = TreeWeights(weights.layer, weights.final_norm_H, weights.lm_head_VH, embedding.detach(),
+                                 np.ascontiguousarray(target_ids_V.cpu().numpy()))  # fmt: skip
         self._rope = self._tables(self.config.max_positions)
 
     def check(self, target: Any) -> None:
@@ -198,7 +200,7 @@ class Eagle3Drafter:
             h = self._weights.fuse(features_mF[begin : begin + _CHUNK].to(self._device, self._dtype))
             causal = torch.ones(part.shape[0], part.shape[0], dtype=torch.bool, device=self._device).tril()
             recent = (sequence.keys[:, past:total], sequence.values[:, past:total])
-            sequence.states[past:total] = self._layer(sequence, part, h, past, past, recent, causal)
+            sequence.states[past:total] = self._layer(sequence, part, h, recent, causal)
             sequence.tokens.extend(part.tolist())
 
     def expand(
@@ -216,40 +218,25 @@ class Eagle3Drafter:
         """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
         if roots and not 0 <= min(roots) <= max(roots) < sequence.length:
             raise ValueError(f"roots must be in 0..{sequence.length - 1}")
-        c = self.config
-        room = (c.kv_heads, config.beam * config.depth, c.head_dim)
-        tree = tuple(torch.empty(room, dtype=self._dtype, device=self._device) for _ in range(2))
-        return [self._pool(sequence, root, config, temperatures, tree) for root in roots]
+        return [self._pool(sequence, root, config, temperatures) for root in roots]
 
-    def _pool(
-        self, sequence: Eagle3Sequence, root: int, config: PoolConfig, temperatures: tuple[float, ...],
-        tree: tuple[Tensor, ...],
-    ) -> Pool:  # fmt: skip
-        """The pool of row `root`; `tree` is room for the keys and values of its expanded nodes."""
-        w, width = self._weights, min(config.width, self.config.draft_vocab_size)
-
-        def propose(states: Tensor) -> Proposals:
-            return dispatch.draft_propose(  # type: ignore[no-any-return]
-                states, w.final_norm_H, w.layer.eps, w.lm_head_VH, width, temperatures, supported=self._kernels
-            )
-
-        def step(level: int, ids_b: Ints, h_bH: Tensor, seen: NDArray[np.bool_]) -> Tensor:
-            tokens = torch.from_numpy(self._target_ids[ids_b]).to(self._device)
-            recent = tuple(x[:, : seen.shape[1]] for x in tree)
-            mask = torch.from_numpy(seen).to(self._device)
-            return self._layer(sequence, tokens, h_bH, root + 1, root + level, recent, mask, same_position=True)
-
-        states = sequence.states
-        before = states[root - 1] if root else torch.zeros_like(states[0])
-        return grow(before, states[root], sequence.tokens[root], config, temperatures, propose, step, self._target_ids)
+    def _pool(self, sequence: Eagle3Sequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+        """The pool of row `root`."""
+        states, past = sequence.states, root + 1
+        tree: Tree = dispatch.draft_tree(
+            self._tree, states[root - 1] if root else torch.zeros_like(states[0]), states[root],
+            self._rotation(past, root + config.depth), sequence.keys[:, :past], sequence.values[:, :past],
+            Shape(config.depth, config.beam, config.width, config.min_reach), temperatures, supported=self._kernels,
+        )  # fmt: skip
+        return Pool(root_token=sequence.tokens[root], temperatures=temperatures, **tree._asdict())
 
     def _layer(
-        self, sequence: Eagle3Sequence, tokens: Tensor, h: Tensor, past: int, position: int, recent: tuple[Tensor, ...],
-        seen: Tensor, same_position: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """States after `tokens` (target ids) on h, at `position` or from there on; see `draft_layer`."""
-        embed = F.embedding(tokens, self._embedding).to(self._dtype)
-        rope = self._rotation(position, position + (1 if same_position else tokens.shape[0]))
+        self, sequence: Eagle3Sequence, tokens: Tensor, h: Tensor, recent: tuple[Tensor, ...], seen: Tensor
+    ) -> Tensor:
+        """States after `tokens` (target ids) on h, the rows that follow those committed; see `draft_layer`."""
+        past = sequence.length
+        embed = F.embedding(tokens, self._tree.embedding).to(self._dtype)
+        rope = self._rotation(past, past + tokens.shape[0])
         keys, values = sequence.keys[:, :past], sequence.values[:, :past]
         return dispatch.draft_layer(
             self._weights.layer, embed, h, rope, keys, values, *recent, seen, supported=self._kernels

@@ -131,9 +131,10 @@ def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor 
     return module.tree_attention(q_HnD, k_GJD, v_GJD, mask_nJ, scale)  # type: ignore[no-any-return]
 
 
-def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor) -> bool:
-    """Whether the CPU kernels of `draft_layer` and `draft_propose` take these matrices (one dtype) and fp32 rows."""
-    return rows.is_cpu and rows.dtype is torch.float32 and head_dim % (LANES if head_dim > LANES else 8) == 0 and all(
+def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor, embedding: Tensor) -> bool:
+    """Whether the CPU kernels of `draft_layer` and `draft_tree` take these matrices (one dtype), rows and embedding."""
+    fits = rows.is_cpu and rows.dtype is torch.float32 and _plain(embedding) and embedding.is_contiguous()
+    return fits and head_dim % (LANES if head_dim > LANES else 8) == 0 and all(
         _plain(m) and m.is_contiguous() and m.dtype is matrices[0].dtype and m.size(0) >= 8 and _columns(m.size(1), m.dtype)
         for m in matrices
     )  # fmt: skip
@@ -148,7 +149,9 @@ def draft_layer(w: Any, embed_nH: Tensor, *arguments: Any, supported: bool) -> T
     return module.draft_layer(w, embed_nH, *arguments)  # type: ignore[no-any-return]
 
 
-def draft_propose(*arguments: Any, supported: bool) -> Any:
-    """Best tokens and statistics of a draft head at n states; see `draft_propose/reference.py`."""
-    module = _choose("draft_propose", supported and not torch.is_grad_enabled())
-    return module.draft_propose(*arguments)
+def draft_tree(w: Any, before_H: Tensor, root_H: Tensor, rope: Any, keys_GPD: Tensor, values_GPD: Tensor, shape: Any,
+               temperatures: tuple[float, ...], *, supported: bool) -> Any:  # fmt: skip
+    """The candidate tree below a root; see `draft_tree/reference.py`. `supported`: what `supports_draft` said."""
+    small = shape.beam <= MAX_ROWS
+    module = _choose("draft_tree", supported and small and not torch.is_grad_enabled())
+    return module.draft_tree(w, before_H, root_H, rope, keys_GPD, values_GPD, shape, temperatures)

@@ -137,7 +137,10 @@ def build(out: Path) -> dict[str, object]:
 
 
 def prompts(split: str, count: int, seed: int = 0) -> list[dict[str, str]]:
-    """`count` prompts of natural code: the text of a file up to the end of a line after 200-600 characters in its body."""
+    """`count` prompts of natural code: the text of a file up to the end of a line after 200-600 characters in its body.
+
+    Without the newline: the tokenizer joins it to the next line's indentation, and one on its own says that the text ends.
+    """
     rng = random.Random(f"{split}/{seed}")
     rows = []
     for text in collect(split, seed):
@@ -150,7 +153,7 @@ def prompts(split: str, count: int, seed: int = 0) -> list[dict[str, str]]:
             if len(chunk) >= length:
                 break
         if len(chunk) >= 200:
-            rows.append({"prompt": chunk.lstrip("\n")})
+            rows.append({"prompt": chunk.strip("\n")})
         if len(rows) == count:
             break
     return rows

@@ -7,7 +7,8 @@ Step 0 runs over every row of a window on the target's own features; step k feed
 on chains that start at sampled rows. A chain's row sees the true rows up to its start and its own chain, exactly what it
 will see when it drafts. Loss: cross-entropy against the target's distribution, weighted by `DECAY`^k; probability outside
 the draft vocabulary is left out, so a position counts by the mass that the head can express. Writes the flat published
-layout (`config.json`, `model.safetensors` in bf16) and `training.json`. `--init DIR` continues from an earlier head.
+layout (`config.json`, `model.safetensors` in bf16) and `training.json`. `--own FILE` takes every other step on the target's
+own text (see `own_text.py`). `--init DIR` continues from an earlier head.
 
 Legend of shapes: B windows, T tokens, J = T - 1 rows, C chains, N = B*J or B*C, H hidden, V draft vocabulary, G key-value
 heads, g query heads per key-value head, D head dim, k steps so far.
@@ -26,9 +27,10 @@ import lightning as L
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import CombinedLoader
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import Qwen3MoeForCausalLM
 
 from ecospec_runtime.drafters.eagle3 import Eagle3Head, HeadWeights, fill, rope_tables
@@ -160,6 +162,19 @@ class Unroll:
         return self.h
 
 
+class OwnText(Dataset):  # type: ignore[type-arg]
+    """Windows of the target's own text, int64 `[T + 1]`."""
+
+    def __init__(self, path: Path):
+        self.ids = np.load(path, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.from_numpy(self.ids[i].astype(np.int64))
+
+
 class HeadModule(L.LightningModule):
     """Muon on the matrices, AdamW on norms and output matrix; trapezoidal schedule over wall-clock time."""
 
@@ -213,8 +228,10 @@ class HeadModule(L.LightningModule):
             agree = (logits_V.argmax(-1) == probabilities_V.argmax(-1)).float().mean()
         return loss, agree
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        """One optimizer step on `[B, T + 1]` token ids."""
+    def training_step(self, batches: dict[str, Tensor], batch_idx: int) -> None:
+        """One optimizer step on `[B, T + 1]` token ids of one of the sources, which take turns."""
+        source = list(batches)[batch_idx % len(batches)]
+        batch = batches[source]
         progress = self.progress()
         scale = min(1.0, (batch_idx + 1) / 20) * min(1.0, (1 - progress) / 0.5 + 0.01)
         for optimizer in self.optimizers():  # type: ignore[union-attr]
@@ -234,7 +251,7 @@ class HeadModule(L.LightningModule):
         row |= {f"agree_{k}": r[1].item() for k, r in enumerate(results)}
         self.history.append(row)
         if self.global_rank == 0 and batch_idx % 5 == 0:
-            print({k: round(v, 4) for k, v in row.items()}, flush=True)
+            print(source, {k: round(v, 4) for k, v in row.items()}, flush=True)
         if progress >= 1:
             self.trainer.should_stop = True
 
@@ -255,6 +272,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--own", type=Path, help="the target's own text, `own_text.py`'s output")
     parser.add_argument("--init", type=Path, help="continue from this head")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--batch", type=int, default=4, help="windows per process and step")
@@ -273,13 +291,24 @@ def main() -> None:
     else:
         ids_V = frequent_ids(args.corpus / "train.npy", target.config.vocab_size)
         head = new_head(target, ids_V)
-    data = DataLoader(Windows(args.corpus / "train.npy", args.seed), batch_size=args.batch, drop_last=True)
+    sources: dict[str, Dataset] = {"text": Windows(args.corpus / "train.npy", args.seed)}  # type: ignore[type-arg]
+    if args.own:
+        sources["own"] = OwnText(args.own)
+    loaders = {
+        name: DataLoader(
+            source, batch_size=args.batch * (2 if name == "own" else 1), shuffle=name == "own", drop_last=True
+        )
+        for name, source in sources.items()
+    }  # own windows are half as long
     trainer = L.Trainer(
         accelerator="cpu", devices=args.processes, strategy="ddp" if args.processes > 1 else "auto", max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[Snapshots(lambda module: save_head(module.head, ids_V, args.out), args)],
     )  # fmt: skip
-    trainer.fit(HeadModule(target, head, ids_V, args.minutes, args.lr, args.steps, args.share), data)
+    trainer.fit(
+        HeadModule(target, head, ids_V, args.minutes, args.lr, args.steps, args.share),
+        CombinedLoader(loaders, "max_size_cycle"),
+    )
 
 
 if __name__ == "__main__":

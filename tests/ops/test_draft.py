@@ -1,9 +1,12 @@
-"""`draft_layer` and `draft_propose`: the CPU kernels against their references, on odd shapes and poisoned buffers."""
+"""`draft_layer`, `draft_propose`, `draft_tree`: the CPU kernels against their references, on odd shapes and poisoned buffers."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("numba")
@@ -12,6 +15,9 @@ from ecospec_kernels import dispatch
 from ecospec_kernels.draft_layer import cpu, reference
 from ecospec_kernels.draft_propose import cpu as propose_cpu
 from ecospec_kernels.draft_propose import reference as propose_reference
+from ecospec_kernels.draft_tree import cpu as tree_cpu
+from ecospec_kernels.draft_tree import reference as tree_reference
+from ecospec_kernels.draft_tree.reference import Shape, TreeWeights
 
 # hidden, heads, kv heads, head dim, MLP, committed, recent, rows, matrices in bf16, normed residual
 SHAPES = [
@@ -102,9 +108,74 @@ def test_a_row_does_not_depend_on_its_company_nor_on_where_its_past_is_kept() ->
             assert torch.equal(alone[0], together[i])
 
 
+def head(vocabulary: int, embedding_bf16: bool, **shape: int | bool) -> TreeWeights:
+    sizes: dict[str, int | bool] = {
+        "hidden": 64,
+        "heads": 4,
+        "kv": 2,
+        "dim": 16,
+        "inner": 96,
+        "bf16": True,
+        "normed": False,
+    }
+    w = weights(**(sizes | shape))  # type: ignore[arg-type]
+    hidden, generator = w.down.shape[0], torch.Generator().manual_seed(5)
+    lm_head = 4 * torch.randn(vocabulary, hidden, generator=generator) * hidden**-0.5
+    embedding = torch.randn(vocabulary + 70, hidden, generator=generator)
+    ids = np.random.default_rng(0).permutation(vocabulary + 70)[:vocabulary]
+    return TreeWeights(
+        w, 1 + 0.3 * torch.randn(hidden, generator=generator), lm_head.to(w.qkv.dtype),
+        embedding.to(torch.bfloat16 if embedding_bf16 else torch.float32), ids,
+    )  # fmt: skip
+
+
+def tree_inputs(w: TreeWeights, past: int, depth: int, seed: int) -> tuple[Tensor, ...]:
+    generator, layer = torch.Generator().manual_seed(seed), w.layer
+    before, root = torch.randn(2, layer.down.shape[0], generator=generator)
+    angles = torch.randn(max(depth - 1, 1), 1, layer.head_dim // 2, generator=generator)
+    rope = (angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1))
+    keys, values = torch.randn(2, layer.kv_heads, past + 3, layer.head_dim, generator=generator)
+    keys[:, past:] = values[:, past:] = torch.nan  # rows that are not committed
+    return before, root, rope, keys[:, :past], values[:, :past]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 4, 8), Shape(6, 4, 8), Shape(4, 9, 3), Shape(5, 1, 1), Shape(3, 2, 30), Shape(7, 3, 5, 0.03),
+                                   Shape(6, 4, 8, 0.6)])  # fmt: skip
+@pytest.mark.parametrize(("vocabulary", "embedding_bf16", "bf16", "past"), [(61, True, True, 37), (9, False, False, 1)])
+def test_trees_match_their_reference(
+    shape: Shape, vocabulary: int, embedding_bf16: bool, bf16: bool, past: int
+) -> None:
+    w = head(vocabulary, embedding_bf16, bf16=bf16)
+    for seed in range(6):
+        inputs = tree_inputs(w, past, shape.depth, seed)
+        with torch.inference_mode():
+            expected, tree = (m.draft_tree(w, *inputs, shape, (0.5, 1.25)) for m in (tree_reference, tree_cpu))
+        assert tree.levels == expected.levels
+        for name, left, right in zip(tree._fields, tree, expected, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-4, atol=3e-5, err_msg=name)
+
+
+@settings(deadline=None)  # the first call compiles
+@given(st.lists(st.sampled_from([-np.inf, -2.0, -1.0, -0.5, np.nan]), min_size=1, max_size=12), st.integers(1, 12))
+def test_the_best_children_are_the_first_of_a_stable_sort(values: list[float], width: int) -> None:
+    scores = np.array(values, np.float32)
+    chosen = np.full(min(width, len(values)), -1)
+    tree_cpu._best_children(scores, len(chosen), chosen.ctypes.data)
+    assert chosen.tolist() == np.argsort(-scores, kind="stable")[: len(chosen)].tolist()
+
+
+def test_a_tree_survives_rows_that_are_not_numbers() -> None:
+    w = head(61, True)
+    before, root, *rest = tree_inputs(w, 5, 4, 0)
+    with torch.inference_mode():
+        tree = tree_cpu.draft_tree(w, before, root * torch.nan, *rest, Shape(4, 3, 5), ())  # type: ignore[arg-type]
+    assert set(tree.tokens.tolist()) <= set(w.target_ids.tolist())
+    assert all(p < i for i, p in enumerate(tree.parents.tolist()))
+
+
 def test_gradients_go_to_the_reference() -> None:
     w = weights(32, 4, 2, 8, 64, False, False)
-    assert dispatch.supports_draft((w.qkv, w.out, w.gate_up, w.down), 8, w.input_norm)
+    assert dispatch.supports_draft((w.qkv, w.out, w.gate_up, w.down), 8, w.input_norm, torch.zeros(9, 32))
     before = dispatch.CALLS["draft_layer", "reference"]
     x = torch.randn(1, 32)
     rope = (torch.ones(1, 1, 8), torch.zeros(1, 1, 8))

@@ -19,6 +19,7 @@ from ecospec_runtime.pool import Pool
 from ecospec_runtime.statistics import loop_share
 from ecospec_runtime.target import Target
 from pipelines.reference import head as reference
+from pipelines.reference.corpus import prompts
 from pipelines.reference.ngram import KneserNey, perplexity, unigram
 from pipelines.reference.report import accepted_depth, balance
 from pipelines.reference.unlikelihood import continue_greedily, third_time
@@ -139,3 +140,10 @@ def test_greedy_continuation_is_generates_own(target: Target) -> None:
     prompts = torch.tensor([[5, 9, 40, 3], [60, 61, 62, 2]])
     expected = target.model.generate(prompts, do_sample=False, max_new_tokens=9, eos_token_id=None)
     assert continue_greedily(target.model, prompts, 9).tolist() == expected.tolist()
+
+
+def test_prompts_leave_the_newline_to_the_target() -> None:
+    rows = [row["prompt"] for row in prompts("bench", 8)]
+    assert len(rows) == len(set(rows)) == 8
+    assert all(len(row) > 150 and row == row.strip("\n") for row in rows)
+    assert rows == [row["prompt"] for row in prompts("bench", 8)]
