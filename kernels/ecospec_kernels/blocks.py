@@ -33,7 +33,9 @@ if LANES == 16 and numba.config.CPU_FEATURES is None:  # else LLVM splits wide v
 NARROW = 8  # fp32 numbers in a vector for rows too short for LANES
 SUMMED = 8  # vectors that are summed together, each down to one number
 BLOCK = 8  # outputs computed together, so that n > 4 rows re-read their weights from the first-level cache
-PREFETCH = 2048  # bytes ahead of the weights being read
+# Bytes ahead of the weights being read, and the cache level they are brought to: far from memory, then near from there. One
+# prefetch alone leaves arithmetic waiting: with both, a further row costs a third, all rows on a core 5-15 % less.
+PREFETCHES = ((8192, 2), (1024, 1))
 CACHE_LINE = 64  # bytes
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -170,11 +172,11 @@ def _emit_dots(rows: int, outputs: int, bf16: bool, lanes: int) -> Callable[...,
     def multiply_add(b: Any, total: Any, left: Any, right: Any) -> Any:
         return b.fadd(total, b.fmul(left, right, flags=("contract",)), flags=("contract",))
 
-    def prefetch(b: Any, address: Any) -> None:
+    def prefetch(b: Any, address: Any, level: int) -> None:
         pointer = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
         function = b.module.globals.get("llvm.prefetch.p0") or ir.Function(b.module, kind, "llvm.prefetch.p0")
-        b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(i32, v) for v in (0, 3, 1))])
+        b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(i32, v) for v in (0, 4 - level, 1))])
 
     def codegen(context: Any, b: Any, _: Any, arguments: Any) -> Any:
         weight, weight_stride, words_per_row, x, x_stride, plane, out, out_stride = arguments
@@ -192,9 +194,10 @@ def _emit_dots(rows: int, outputs: int, bf16: bool, lanes: int) -> Callable[...,
         x_at = b.mul(i, i64(4))
         # The last vector of a row may reach back over columns already counted; their packed x is zero.
         weight_at = b.mul(b.select(b.icmp_signed("<", i, last), i, last), i64(4))
-        ahead = b.add(b.add(weight, i64(PREFETCH)), b.mul(i, i64(4 * outputs)))
+        reading = b.add(weight, b.mul(i, i64(4 * outputs)))
         for line in range(max(1, outputs * lanes // 16)):  # each cache line once, in the order of memory
-            prefetch(b, b.add(ahead, i64(64 * line)))
+            for ahead, level in PREFETCHES:
+                prefetch(b, b.add(reading, i64(ahead + CACHE_LINE * line)), level)
         parts = []
         for address in weight_rows:
             if bf16:
