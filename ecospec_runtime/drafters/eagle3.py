@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ecospec_kernels import dispatch
 from ecospec_kernels.draft_layer.reference import LayerWeights, Rope, linear
+from ecospec_kernels.draft_rows.reference import RowWeights
 from ecospec_kernels.draft_tree.reference import Shape, Tree, TreeWeights
 from ecospec_runtime.checkpoint import DTYPES, fingerprint
 from ecospec_runtime.config import PoolConfig
@@ -42,15 +43,9 @@ class HeadWeights:
     final_norm_H: Tensor
     feature_norms: tuple[Tensor, ...]  # one over all features, or one per captured layer, or none
 
-    def fuse(self, features_mF: Tensor) -> Tensor:
-        """First h `[..., m, H]` of a row from the target's features."""
-        if self.feature_norms:
-            parts = features_mF.split([w.shape[0] for w in self.feature_norms], dim=-1)
-            normed = [self.layer.norm(x, w) for x, w in zip(parts, self.feature_norms, strict=True)]
-            features_mF = torch.cat(normed, dim=-1)
-        if features_mF.dim() == 2:
-            return dispatch.few_row_linear(features_mF, self.fc_HF)
-        return linear(features_mF, self.fc_HF)
+    def rows(self, embedding: Tensor) -> RowWeights:
+        """The part that turns features and tokens into rows."""
+        return RowWeights(self.layer, self.fc_HF, self.feature_norms, embedding)
 
     def logits(self, states: Tensor) -> Tensor:
         """Draft-vocabulary logits `[..., m, V]`."""
@@ -166,13 +161,13 @@ class Eagle3Drafter:
         self._dtype = torch.float32 if device.type == "cpu" else dtype
         weights = head.weights().stored(dtype, self._dtype, device)
         layer = weights.layer
-        matrices = (layer.qkv, layer.out, layer.gate_up, layer.down, weights.lm_head_VH)
+        matrices = (layer.qkv, layer.out, layer.gate_up, layer.down, weights.fc_HF, weights.lm_head_VH)
         self._kernels = dispatch.ENABLED and dispatch.supports_draft(
             matrices, layer.head_dim, layer.input_norm, embedding
         )
         if not self._kernels and dtype != self._dtype:
             weights = weights.stored(self._dtype, self._dtype, device)
-        self._weights, self._device = weights, device
+        self._device, self._rows = device, weights.rows(embedding.detach())
         self._tree = TreeWeights(weights.layer, weights.final_norm_H, weights.lm_head_VH, embedding.detach(),
                                  np.ascontiguousarray(target_ids_V.cpu().numpy()))  # fmt: skip
         self._rope = self._tables(self.config.max_positions)
@@ -190,18 +185,17 @@ class Eagle3Drafter:
     @torch.inference_mode()
     def extend(self, sequence: Eagle3Sequence, tokens_m: Tensor | Sequence[int], features_mF: Tensor) -> None:
         """Append m rows; row j pairs the features at position j with the token at position j + 1."""
-        tokens = torch.as_tensor(tokens_m, device=self._device)
-        if tokens.shape[0] != features_mF.shape[0]:
-            raise ValueError(f"{tokens.shape[0]} tokens but {features_mF.shape[0]} feature rows")
-        sequence.reserve(sequence.length + tokens.shape[0])
-        for begin in range(0, tokens.shape[0], _CHUNK):
-            part = tokens[begin : begin + _CHUNK]
-            past, total = sequence.length, sequence.length + part.shape[0]
-            h = self._weights.fuse(features_mF[begin : begin + _CHUNK].to(self._device, self._dtype))
-            causal = torch.ones(part.shape[0], part.shape[0], dtype=torch.bool, device=self._device).tril()
-            recent = (sequence.keys[:, past:total], sequence.values[:, past:total])
-            sequence.states[past:total] = self._layer(sequence, part, h, recent, causal)
-            sequence.tokens.extend(part.tolist())
+        tokens = tokens_m.tolist() if isinstance(tokens_m, Tensor) else list(tokens_m)
+        if len(tokens) != features_mF.shape[0]:
+            raise ValueError(f"{len(tokens)} tokens but {features_mF.shape[0]} feature rows")
+        sequence.reserve(sequence.length + len(tokens))
+        for begin in range(0, len(tokens), _CHUNK):
+            part, past = tokens[begin : begin + _CHUNK], sequence.length
+            dispatch.draft_rows(
+                self._rows, part, features_mF[begin : begin + _CHUNK], self._rotation(past, past + len(part)),
+                sequence.keys, sequence.values, sequence.states, past, supported=self._kernels,
+            )  # fmt: skip
+            sequence.tokens.extend(part)
 
     def expand(
         self, sequence: Eagle3Sequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
@@ -229,18 +223,6 @@ class Eagle3Drafter:
             Shape(config.depth, config.beam, config.width, config.min_reach), temperatures, supported=self._kernels,
         )  # fmt: skip
         return Pool(root_token=sequence.tokens[root], temperatures=temperatures, **tree._asdict())
-
-    def _layer(
-        self, sequence: Eagle3Sequence, tokens: Tensor, h: Tensor, recent: tuple[Tensor, ...], seen: Tensor
-    ) -> Tensor:
-        """States after `tokens` (target ids) on h, the rows that follow those committed; see `draft_layer`."""
-        past = sequence.length
-        embed = F.embedding(tokens, self._tree.embedding).to(self._dtype)
-        rope = self._rotation(past, past + tokens.shape[0])
-        keys, values = sequence.keys[:, :past], sequence.values[:, :past]
-        return dispatch.draft_layer(
-            self._weights.layer, embed, h, rope, keys, values, *recent, seen, supported=self._kernels
-        )
 
     def _rotation(self, begin: int, end: int) -> Rope:
         """Rotation of positions begin..end-1; the tables double when a sequence outgrows them."""

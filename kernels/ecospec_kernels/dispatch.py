@@ -132,7 +132,7 @@ def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor 
 
 
 def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor, embedding: Tensor) -> bool:
-    """Whether the CPU kernels of `draft_layer` and `draft_tree` take these matrices (one dtype), rows and embedding."""
+    """Whether the CPU kernels of `draft_rows` and `draft_tree` take these matrices (one dtype), rows and embedding."""
     fits = rows.is_cpu and rows.dtype is torch.float32 and _plain(embedding) and embedding.is_contiguous()
     return fits and head_dim % (LANES if head_dim > LANES else 8) == 0 and all(
         _plain(m) and m.is_contiguous() and m.dtype is matrices[0].dtype and m.size(0) >= 8 and _columns(m.size(1), m.dtype)
@@ -140,13 +140,13 @@ def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor, em
     )  # fmt: skip
 
 
-def draft_layer(w: Any, embed_nH: Tensor, *arguments: Any, supported: bool) -> Tensor:
-    """Decoder layer of an EAGLE-3 head over n rows -> next states [n, H]; see `draft_layer/reference.py`.
-
-    `supported`: what `supports_draft` said of the weights.
-    """
-    module = _choose("draft_layer", supported and embed_nH.size(0) <= MAX_ROWS and not torch.is_grad_enabled())
-    return module.draft_layer(w, embed_nH, *arguments)  # type: ignore[no-any-return]
+def draft_rows(w: Any, tokens: list[int], features_mF: Tensor, *arguments: Any, supported: bool) -> None:
+    """Commit rows of an EAGLE-3 head; see `draft_rows/reference.py`. `supported`: what `supports_draft` said."""
+    fits = (
+        supported and not w.feature_norms and len(tokens) <= MAX_ROWS and not torch.is_grad_enabled()
+        and _plain(features_mF) and features_mF.stride(1) == 1
+    )  # fmt: skip
+    _choose("draft_rows", fits).draft_rows(w, tokens, features_mF, *arguments)
 
 
 def draft_tree(w: Any, before_H: Tensor, root_H: Tensor, rope: Any, keys_GPD: Tensor, values_GPD: Tensor, shape: Any,

@@ -126,7 +126,7 @@ class Unroll:
     def first(self) -> Tensor:
         """States `[B, J, H]` of step 0: causal attention over the true rows."""
         cos, sin = (table[: self.rows] for table in self.rope)
-        h = self.w.fuse(self.features)
+        h = self.w.rows(self.embed).fuse(self.features)
         residual, q, k, v = self.w.layer.project(self.embed[:, 1:], h, (cos, sin))
         self.keys, self.values = k.transpose(1, 2), v.transpose(1, 2)  # [B, G, J, D]
         attended = F.scaled_dot_product_attention(

@@ -4,7 +4,7 @@
         --out runs/reference/target --minutes 35
 
 Small language models repeat themselves under greedy decoding, and loops flatter every figure of speculative decoding. Every
-`EVERY`th step continues prefixes of training windows greedily; where the continuation repeats a third time what it has said
+`--every`th step continues prefixes of training windows greedily; where the continuation repeats a third time what it has said
 twice (periods up to `LONGEST`; `ecospec_runtime.statistics.loop_share` counts up to 16), -log(1 - p) of the repeated token is
 added to the loss. It is mixed into a long run of ordinary training: a short run of nothing else unlearns more than loops
 (perplexity 10.6 to 15.3 in 9 minutes). Source: the sequence-level loss of Welleck et al., "Neural Text Generation with Unlikelihood Training",
@@ -23,7 +23,6 @@ from pipelines.reference.target import TargetModule, arguments, train
 
 LONGEST = 32  # tokens of a loop's period
 PREFIX, CONTINUED = 96, 96  # tokens at the start of a window, and after them
-EVERY = 4  # steps
 FULL = (
     0.1  # share of looped tokens from which the unlikelihood weighs as much as the likelihood; below it, in proportion
 )
@@ -52,12 +51,12 @@ def continue_greedily(model: Qwen3MoeForCausalLM, ids_BT: Tensor, tokens: int) -
 class UnlikelihoodModule(TargetModule):
     """`TargetModule` with the second loss; `history` keeps the share of continued tokens that were penalised."""
 
-    steps, looped = 0, 0.0
+    every, steps, looped = 4, 0, 0.0
 
     def losses(self, batch: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Likelihood of a batch `[B, T + 1]` and, when due, unlikelihood of the loops that follow its prefixes."""
         loss, row = super().losses(batch)
-        if self.steps % EVERY == 0:
+        if self.steps % self.every == 0:
             with torch.compiler.set_stance("force_eager"):  # generation has too many shapes to compile
                 text = continue_greedily(self.model, batch[:, :PREFIX], CONTINUED)
                 logits = self.model(input_ids=text[:, :-1], logits_to_keep=CONTINUED).logits
@@ -75,9 +74,13 @@ class UnlikelihoodModule(TargetModule):
 def main() -> None:
     """Command line entry; see the module docstring."""
     parser = arguments(str(__doc__).split("\n")[0], minutes=35, batch=16, lr=2.5e-3, seed=1)
+    parser.add_argument(
+        "--every", type=int, default=UnlikelihoodModule.every, help="steps from one unlikelihood to the next"
+    )
     args = parser.parse_args()
     if args.init is None:
         parser.error("--init: give the target to teach")
+    UnlikelihoodModule.every = args.every
     train(args, UnlikelihoodModule)
 
 

@@ -1,6 +1,9 @@
-"""`draft_layer`, `draft_propose`, `draft_tree`: the CPU kernels against their references, on odd shapes and poisoned buffers."""
+"""The draft head's ops: the CPU kernels against their references, on odd shapes and poisoned buffers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,9 @@ from ecospec_kernels import dispatch
 from ecospec_kernels.draft_layer import cpu, reference
 from ecospec_kernels.draft_propose import cpu as propose_cpu
 from ecospec_kernels.draft_propose import reference as propose_reference
+from ecospec_kernels.draft_rows import cpu as rows_cpu
+from ecospec_kernels.draft_rows import reference as rows_reference
+from ecospec_kernels.draft_rows.reference import RowWeights
 from ecospec_kernels.draft_tree import cpu as tree_cpu
 from ecospec_kernels.draft_tree import reference as tree_reference
 from ecospec_kernels.draft_tree.reference import Shape, TreeWeights
@@ -173,12 +179,56 @@ def test_a_tree_survives_rows_that_are_not_numbers() -> None:
     assert all(p < i for i, p in enumerate(tree.parents.tolist()))
 
 
-def test_gradients_go_to_the_reference() -> None:
-    w = weights(32, 4, 2, 8, 64, False, False)
-    assert dispatch.supports_draft((w.qkv, w.out, w.gate_up, w.down), 8, w.input_norm, torch.zeros(9, 32))
-    before = dispatch.CALLS["draft_layer", "reference"]
-    x = torch.randn(1, 32)
-    rope = (torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
-    cache = [torch.zeros(2, 0, 8), torch.zeros(2, 0, 8), torch.zeros(2, 1, 8), torch.zeros(2, 1, 8)]
-    dispatch.draft_layer(w, x, x, rope, *cache, torch.ones(1, 1, dtype=torch.bool), supported=True)
-    assert dispatch.CALLS["draft_layer", "reference"] == before + 1
+def row_weights(embedding_bf16: bool, **shape: int | bool) -> RowWeights:
+    w = head(61, embedding_bf16, **shape)
+    fc = torch.randn(w.layer.down.shape[0], 3 * 24, generator=torch.Generator().manual_seed(6)) * 0.1
+    return RowWeights(w.layer, fc.to(w.layer.qkv.dtype), (), w.embedding)
+
+
+def row_inputs(w: RowWeights, tokens: list[int], past: int, bf16: bool) -> tuple[Any, ...]:
+    generator, m = torch.Generator().manual_seed(7), len(tokens)
+    features = torch.randn(m, w.fc_HF.shape[1] + 5, generator=generator)[:, 5:]  # dense rows, but not a dense matrix
+    angles = torch.randn(m, 1, w.layer.head_dim // 2, generator=generator)
+    rope = (angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1))
+    keys, values = torch.randn(2, w.layer.kv_heads, past + m + 3, w.layer.head_dim, generator=generator)
+    keys[:, past:] = values[:, past:] = torch.nan
+    states = torch.full((past + m + 3, w.layer.down.shape[0]), torch.nan)
+    return tokens, features.to(torch.bfloat16 if bf16 else torch.float32), rope, keys, values, states, past
+
+
+@pytest.mark.parametrize(("tokens", "past"), [([5], 0), ([7, 7, 130], 9), (list(range(64)), 40)])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_rows_match_their_reference(tokens: list[int], past: int, bf16: bool) -> None:
+    w = row_weights(bf16, bf16=bf16)
+    filled = []
+    for module in (rows_reference, rows_cpu):
+        inputs = row_inputs(w, tokens, past, bf16)
+        with torch.inference_mode():
+            module.draft_rows(w, *inputs)
+        filled.append(inputs[3:6])
+    assert torch.isfinite(filled[1][2][past : past + len(tokens)]).all()
+    torch.testing.assert_close(filled[1], filled[0], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_rows_do_not_depend_on_how_they_are_split() -> None:
+    w = row_weights(True)
+    tokens, features, rope, *buffers, past = row_inputs(w, list(range(20)), 3, True)
+    split = [b.clone() for b in buffers]
+    with torch.inference_mode():
+        rows_cpu.draft_rows(w, tokens, features, rope, *buffers, past)
+        for at in (slice(0, 1), slice(1, 9), slice(9, 20)):
+            part = (rope[0][at], rope[1][at])
+            rows_cpu.draft_rows(w, tokens[at], features[at], part, *split, past + at.start)
+    assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(buffers, split, strict=True))
+
+
+def test_gradients_and_feature_norms_go_to_the_reference() -> None:
+    w = row_weights(False, bf16=False)
+    layer = w.layer
+    assert dispatch.supports_draft((layer.qkv, layer.out, w.fc_HF), 16, layer.input_norm, w.embedding)
+    before = dispatch.CALLS["draft_rows", "reference"]
+    dispatch.draft_rows(w, *row_inputs(w, [1, 2], 4, False), supported=True)
+    with torch.inference_mode():
+        normed = replace(w, feature_norms=(torch.ones(24),) * 3)
+        dispatch.draft_rows(normed, *row_inputs(w, [1, 2], 4, False), supported=True)
+    assert dispatch.CALLS["draft_rows", "reference"] == before + 2

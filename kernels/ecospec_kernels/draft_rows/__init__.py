@@ -1,0 +1,1 @@
+"""The op `draft_rows`; call it through `ecospec_kernels.dispatch`."""
