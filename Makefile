@@ -1,7 +1,7 @@
 # Every target does its own set-up: a virtual environment in .venv and a pinned install, once.
 #   make test        everything that proves the project (about 3 minutes on 2 cores)
 #   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (about 7 minutes)
-#   make reference   retrain the committed reference target and drafter (about two hours)
+#   make reference   retrain the committed reference target and drafter (under three hours)
 #   make lint        ruff and mypy
 # PYTHON=...   another interpreter (3.11 to 3.13).  PIP_ARGS=...  for example another index of torch builds.
 
@@ -56,8 +56,10 @@ reference: export OMP_NUM_THREADS := 1
 reference: $(STAMP)
 	$(BIN)/python -m pipelines.reference.corpus --out runs/reference/corpus
 	$(BIN)/python -m pipelines.reference.target --corpus runs/reference/corpus --out runs/reference/base
-	$(BIN)/python -m pipelines.reference.unlikelihood --corpus runs/reference/corpus --init runs/reference/base --out runs/reference/target
-	$(BIN)/python -m pipelines.reference.head --corpus runs/reference/corpus --target runs/reference/target --out runs/reference/drafter --minutes 35
+	$(BIN)/python -m pipelines.reference.unlikelihood --corpus runs/reference/corpus --init runs/reference/base --out runs/reference/mixed
+	$(BIN)/python -m pipelines.reference.unlikelihood --corpus runs/reference/corpus --init runs/reference/mixed --out runs/reference/target --minutes 4 --lr 1e-3 --every 2 --seed 4
+	$(BIN)/python -m pipelines.reference.own_text --corpus runs/reference/corpus --target runs/reference/target --out runs/reference/own.npy
+	$(BIN)/python -m pipelines.reference.head --corpus runs/reference/corpus --target runs/reference/target --own runs/reference/own.npy --out runs/reference/drafter --minutes 60
 	$(BIN)/python -m pipelines.reference.report --corpus runs/reference/corpus --target runs/reference/target --head runs/reference/drafter --out runs/reference
 
 clean:

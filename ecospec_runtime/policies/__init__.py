@@ -16,11 +16,13 @@ from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies.base import Policy
 from ecospec_runtime.policies.confidence import ConfidencePolicy
 from ecospec_runtime.policies.off import OffPolicy
+from ecospec_runtime.policies.prefix import PrefixPolicy
 from ecospec_runtime.policies.ratio import RatioPolicy
 from ecospec_runtime.policies.throughput import ThroughputPolicy
 
-POLICIES: dict[str, type[OffPolicy] | type[ConfidencePolicy] | type[RatioPolicy] | type[ThroughputPolicy]] = {
-    policy.name: policy for policy in (OffPolicy, ConfidencePolicy, RatioPolicy, ThroughputPolicy)
+_Kind = type[OffPolicy] | type[ConfidencePolicy] | type[RatioPolicy] | type[PrefixPolicy] | type[ThroughputPolicy]
+POLICIES: dict[str, _Kind] = {
+    policy.name: policy for policy in (OffPolicy, ConfidencePolicy, RatioPolicy, PrefixPolicy, ThroughputPolicy)
 }
 
 OUTER = ("acceptance", "depth", "min_reach")  # what a policy's text form holds besides its own parameters

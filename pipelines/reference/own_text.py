@@ -1,7 +1,7 @@
 """Greedy text of the reference target after prefixes of training windows, for a head to be trained on.
 
     python -m pipelines.reference.own_text --corpus runs/reference/corpus --target runs/reference/target \
-        --out runs/reference/own.npy --minutes 8
+        --out runs/reference/own.npy --minutes 6
 
 A head drafts for what the target says, which is not what people write. Writes uint16 windows `[N, PREFIX + CONTINUED]`.
 Decodes in bf16 with the runtime's kernels, `BATCH` windows at a time in each process.
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--minutes", type=float, default=6)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=2)
     args = parser.parse_args()

@@ -1,14 +1,14 @@
 """Teach the reference target not to loop: likelihood on text and, on its own greedy text, unlikelihood of loops.
 
     python -m pipelines.reference.unlikelihood --corpus runs/reference/corpus --init runs/reference/base \
-        --out runs/reference/target --minutes 35
+        --out runs/reference/target --minutes 31
 
 Small language models repeat themselves under greedy decoding, and loops flatter every figure of speculative decoding. Every
 `--every`th step continues prefixes of training windows greedily; where the continuation repeats a third time what it has said
 twice (periods up to `LONGEST`; `ecospec_runtime.statistics.loop_share` counts up to 16), -log(1 - p) of the repeated token is
-added to the loss. It is mixed into a long run of ordinary training: a short run of nothing else unlearns more than loops
-(perplexity 10.6 to 15.3 in 9 minutes). Source: the sequence-level loss of Welleck et al., "Neural Text Generation with Unlikelihood Training",
-arXiv 1908.04319, on loops in place of repeated 4-grams, which code is full of.
+added to the loss. It is mixed into a long run of ordinary training, since a short run of little else unlearns more than
+loops. Source: the sequence-level loss of Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv
+1908.04319, on loops in place of repeated 4-grams, which code is full of.
 
 Shapes: B sequences, T positions.
 """
@@ -23,9 +23,7 @@ from pipelines.reference.target import TargetModule, arguments, train
 
 LONGEST = 32  # tokens of a loop's period
 PREFIX, CONTINUED = 96, 96  # tokens at the start of a window, and after them
-FULL = (
-    0.1  # share of looped tokens from which the unlikelihood weighs as much as the likelihood; below it, in proportion
-)
+FULL = 0.1  # looped share from which the unlikelihood weighs as much as the likelihood; below it, in proportion
 
 
 def third_time(ids_BT: Tensor, longest: int = LONGEST) -> Tensor:
@@ -73,7 +71,7 @@ class UnlikelihoodModule(TargetModule):
 
 def main() -> None:
     """Command line entry; see the module docstring."""
-    parser = arguments(str(__doc__).split("\n")[0], minutes=35, batch=16, lr=2.5e-3, seed=1)
+    parser = arguments(str(__doc__).split("\n")[0], minutes=31, batch=16, lr=2.5e-3, seed=1)
     parser.add_argument(
         "--every", type=int, default=UnlikelihoodModule.every, help="steps from one unlikelihood to the next"
     )

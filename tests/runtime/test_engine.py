@@ -30,7 +30,7 @@ PROFILE = DeviceProfile(
     device="test", slug="test", dtype="float32", threads=1, versions={}, fixed_ms=1.0, per_token_ms=0.05,
     per_expert_ms=0.01, heldout_error=0.0, plain_ms=1.2, expert_share=0.1,
 )  # fmt: skip
-POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "throughput")
+POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "throughput")
 
 
 class RandomPolicy:

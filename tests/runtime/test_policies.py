@@ -114,6 +114,7 @@ def odd_candidates(draw: st.DrawFn) -> Candidates:
 
 SPECS = parse_policies(
     "off,confidence:budget=1,confidence:budget=5,ratio:budget=3,ratio:budget=9,epsilon=1e-6,ratio:budget=9,capacity=3,"
+    "prefix,prefix:overlap=1,prefix:budget=2,"
     "throughput,throughput:price=0,throughput:price=3,budget=2,throughput:capacity=3,penalty=5,throughput:budget=1"
 )
 
@@ -164,6 +165,16 @@ def test_capacity_makes_an_overflowing_layer_dearer() -> None:
     assert parse_and_select("ratio:budget=1,epsilon=1,capacity=2,penalty=9", tight) == [1]  # node 0 overflows layer 0
     assert parse_and_select("throughput:price=5", tight) == [0, 1]
     assert parse_and_select("throughput:price=5,capacity=2,penalty=9", tight) == [1]
+
+
+def test_prefix_cuts_where_a_step_gives_most_per_time() -> None:
+    """A node takes 0.01 ms and (1 - overlap) of half the plain step's 1 ms."""
+    candidates = make_candidates([-1, 0, 0, -1], [0.9, 0.8, 0.1, 0.6], [], 0, 2, 8)
+    profile = make_profile()
+    assert parse_and_select("prefix:overlap=1", candidates, profile) == [0, 1, 2, 3]
+    assert parse_and_select("prefix:overlap=0.4", candidates, profile) == [0, 1, 3]  # 3.22 / 1.93 is the best
+    assert parse_and_select("prefix:overlap=0", candidates, profile) == [0, 1]  # 2.62 / 2.02, 3.22 / 2.53
+    assert parse_and_select("prefix", candidates, profile.model_copy(update={"plain_saving_ms": 3.0})) == []
 
 
 def test_two_nodes_that_pay_only_together_are_taken() -> None:
@@ -278,7 +289,7 @@ def test_text_form_reads_back() -> None:
         spec = parse_policy(text)
         assert parse_policy(str(spec)) == spec
         assert build_policy(spec).parameters().items() >= spec.parameters.items()
-    assert [s.name for s in parse_policies("off,confidence:budget=4,acceptance=raw, ratio,throughput")] == list(
+    assert [s.name for s in parse_policies("off,confidence:budget=4,acceptance=raw, ratio,prefix,throughput")] == list(
         POLICIES
     )
     assert parse_policy("ratio").acceptance_kind("head") == "head"
@@ -288,7 +299,7 @@ def test_text_form_reads_back() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("topk", "off, confidence, ratio, throughput"), ("ratio:budgets=3", "budget, epsilon"), ("ratio:budget=0", "budget"),
+        ("topk", "off, confidence, ratio, prefix, throughput"), ("ratio:budgets=3", "budget, epsilon"), ("ratio:budget=0", "budget"),
         ("ratio:budget", "key=value"), ("ratio:acceptance=best", "logistic"), ("ratio:depth=0", "depth"),
         ("confidence:budget=x", "budget"), ("throughput:price=nan", "price"), ("ratio:budget=1,budget=2", "twice"),
     ],

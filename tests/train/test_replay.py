@@ -33,7 +33,7 @@ def rows(traces: Traces) -> ReplayRows:
 
 POLICIES = [
     "off", "confidence:budget=3", "confidence:budget=6,acceptance=temperature,depth=2", "confidence:budget=5,acceptance=head",
-    "ratio:budget=4,epsilon=0.5,acceptance=logistic", "ratio:budget=6,depth=1", "throughput:price=0.6,pause=0",
+    "ratio:budget=4,epsilon=0.5,acceptance=logistic", "prefix:overlap=0.6,depth=2", "ratio:budget=6,depth=1", "throughput:price=0.6,pause=0",
     "throughput:price=0.4,acceptance=raw,depth=2,capacity=5,pause=0", "confidence:budget=6,min_reach=0.1", "ratio:budget=2,acceptance=head",
     "throughput:price=0.5,acceptance=logistic,min_reach=0.3,pause=0",
 ]  # fmt: skip

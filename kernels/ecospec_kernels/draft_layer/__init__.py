@@ -1,1 +1,1 @@
-"""The op `draft_layer`; call it through `ecospec_kernels.dispatch`."""
+"""The op `draft_layer`, a part of `draft_rows` and `draft_tree`."""

@@ -1,1 +1,1 @@
-"""The op `draft_propose`; call it through `ecospec_kernels.dispatch`."""
+"""The op `draft_propose`, a part of `draft_tree`."""
