@@ -23,7 +23,8 @@ class DeviceProfile(BaseModel):
     per_token_ms: float
     per_expert_ms: float
     per_context_ms: float = 0.0  # per cached token
-    draft_level_ms: float = 0.0  # one expansion level of the drafter
+    draft_level_ms: float = 0.0  # each further level of the drafter
+    draft_node_ms: float = 0.0  # each node that is expanded there
     draft_fixed_ms: float = 0.0  # catch-up plus first level
     predict_ms: float = 0.0  # prediction for a root
     predict_node_ms: float = 0.0  # for each node of the pool beside it
@@ -38,7 +39,9 @@ class DeviceProfile(BaseModel):
         fixed_ms = self.fixed_ms - (self.plain_saving_ms if nodes == 1 else 0.0)
         return fixed_ms + self.per_token_ms * nodes + self.per_expert_ms * union + self.per_context_ms * context
 
-    def draft_ms(self, levels: int, nodes: int, predicts: bool = True) -> float:
-        """Time of catching up, expanding `levels` levels, predicting for a pool of `nodes` (if `predicts`), selecting."""
+    def draft_ms(self, levels: int, expanded: int, nodes: int, predicts: bool = True) -> float:
+        """Time of catching up, drafting `levels` levels below the root and `expanded` nodes, predicting for a pool of `nodes`
+        (if `predicts`), selecting."""
         predict_ms = self.predict_ms + self.predict_node_ms * nodes if predicts and nodes else 0.0
-        return self.draft_fixed_ms + self.draft_level_ms * (levels - 1) + predict_ms + self.select_ms
+        drafting_ms = self.draft_fixed_ms + self.draft_level_ms * (levels - 1) + self.draft_node_ms * expanded
+        return drafting_ms + predict_ms + self.select_ms

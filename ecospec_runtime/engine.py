@@ -298,7 +298,7 @@ class Engine:
             chosen = self.policy.select(candidates, self.profile, sequence.past)  # type: ignore[arg-type]
         tokens, parents = self._checked(pool, chosen)
         if self._pausing is not None and self.profile is not None:
-            drafting = self.profile.draft_ms(pool.levels, len(pool), self._predicts)
+            drafting = self.profile.draft_ms(pool.levels, pool.expanded, len(pool), self._predicts)
             sequence.gate.record(self._pausing.gain(candidates, chosen, self.profile, drafting))
         statistics.drafts += 1
         statistics.draft_seconds += drafted - start

@@ -36,6 +36,11 @@ class Pool:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def expanded(self) -> int:
+        """Nodes that were expanded."""
+        return len(self.states) - 2
+
 
 @dataclass(frozen=True)
 class Candidates:

@@ -52,6 +52,11 @@ TEXT = 8192  # tokens to draw rows from
 PLAIN_STEPS = 64
 DRAFTS_PER_REPEAT = 3
 BETWEEN = 4  # rows of the target's passes between timed drafts
+DRAFTED: dict[str, dict[str, int]] = {
+    "shallow": {"depth": 1},
+    "narrow": {"beam": 1},
+    "full": {},
+}  # pools that are timed
 CATCH_UP = 2  # rows the drafter is given per step: about what a step emits
 
 
@@ -126,7 +131,7 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     target = Target.from_pretrained(config.target, config.dtype, config.device)
     drafter = load_drafter(config.drafter, target, config.dtype)
     predictor = Predictor.from_folder(config.predictor) if config.predictor is not None else None
-    text = text_tokens(target, max(config.contexts) + max(TEXT, 2 * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1))
+    text = text_tokens(target, max(config.contexts) + max(TEXT, len(DRAFTED) * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1))
     passes = measure_passes(target, drafter, text, config)
     cost = fit_pass_cost(
         np.array([p.n for p in passes], np.float64), np.array([p.union for p in passes]),
@@ -272,12 +277,12 @@ def measure_drafting(
     target: Target, drafter: Drafter, predictor: Predictor | None, text: list[int], base: DeviceProfile,
     config: ProfileConfig,
 ) -> dict[str, float]:  # fmt: skip
-    """Milliseconds of catching up plus one level, of each further level, of prediction and of selection.
+    """Milliseconds of catching up plus one level, of each further level and expanded node, of prediction and of selection.
 
     The target runs in between, as it does when decoding: it leaves little else in the processor's caches.
     """
     context, repeats = sorted(config.contexts)[len(config.contexts) // 2], DRAFTS_PER_REPEAT * config.repeats
-    end = context + CATCH_UP * 2 * repeats
+    end = context + CATCH_UP * len(DRAFTED) * repeats
     ids = torch.tensor(text[: end + 1], device=target.device)
     features = target.forward(ids[:end], torch.arange(end, device=target.device), None, target.new_cache(),
                               aux_layers=drafter.aux_layers, logits=False).aux  # fmt: skip
@@ -288,9 +293,9 @@ def measure_drafting(
     scorer = Scorer(predictor, "head" if predictor else "raw", target.moe_layers, target.experts)
     policy = build_policy(PolicySpec(name="throughput"))
     times: dict[str, list[float]] = {
-        name: [] for name in ("shallow", "full", "predict_shallow", "predict_full", "select")
+        name: [] for name in ("select", *(f"{part}{shape}" for part in ("", "predict_") for shape in DRAFTED))
     }
-    shapes = {"shallow": config.pool.cut(1), "full": config.pool}
+    shapes = {name: config.pool.model_copy(update=update) for name, update in DRAFTED.items()}
     nodes: dict[str, int] = {}
     cache, at = prefilled(target, text[:context]), context
 
@@ -309,11 +314,12 @@ def measure_drafting(
             timed(times["select"], partial(policy.select, candidates, base, context))
             steps.advance()
     medians = {name: float(np.median(values)) for name, values in times.items()}
-    deeper = config.pool.depth - 1
-    level = max(0.0, medians["full"] - medians["shallow"]) / deeper if deeper else 0.0
+    deeper, wider = config.pool.depth - 1, min(config.pool.beam, config.pool.width) - 1
+    per_expanded = max(0.0, medians["full"] - medians["narrow"]) / (deeper * wider) if deeper and wider else 0.0
+    level = max(0.0, (medians["narrow"] - medians["shallow"]) / deeper - per_expanded) if deeper else 0.0
     more = nodes["full"] - nodes["shallow"]
     per_node = max(0.0, medians["predict_full"] - medians["predict_shallow"]) / more if more else 0.0
-    return {"draft_fixed_ms": medians["shallow"], "draft_level_ms": level, "predict_node_ms": per_node,
+    return {"draft_fixed_ms": medians["shallow"], "draft_level_ms": level, "draft_node_ms": per_expanded, "predict_node_ms": per_node,
             "predict_ms": max(0.0, medians["predict_shallow"] - per_node * nodes["shallow"]), "select_ms": medians["select"]}  # fmt: skip
 
 

@@ -165,8 +165,9 @@ def log_reach(pool: Pool) -> Floats:
     return reach
 
 
-def kept_nodes(row: ReplayRow, shape: PoolConfig) -> tuple[Ints | None, int]:
-    """Nodes of a row's pool that drafting in this shape would have given (None: all), and the levels it would have paid.
+def kept_nodes(row: ReplayRow, shape: PoolConfig) -> tuple[Ints | None, int, int]:
+    """Nodes of a row's pool that drafting in this shape would have given (None: all); what it would have paid for: levels and
+    expanded nodes.
 
     `PoolConfig` says what is kept. A level is paid for while the one above it keeps a node.
     """
@@ -177,8 +178,10 @@ def kept_nodes(row: ReplayRow, shape: PoolConfig) -> tuple[Ints | None, int]:
             if parent >= 0 and not within[parent]:
                 within[i] = False
     nodes = np.flatnonzero(within)
-    levels = min(shape.depth, 1 + int(row.depths[nodes].max(initial=0)))
-    return (None if len(nodes) == len(row.depths) else nodes), levels
+    at_depth = np.bincount(row.depths[nodes], minlength=2)
+    levels = min(shape.depth, len(at_depth) if at_depth[1] else 1)
+    expanded = int(np.minimum(at_depth[1:levels], shape.beam).sum())
+    return (None if len(nodes) == len(row.depths) else nodes), levels, expanded
 
 
 def take(candidates: Candidates, nodes: Ints) -> Candidates:
@@ -246,9 +249,9 @@ class Step:
 
     def __call__(self, row: ReplayRow, gate: DraftGate) -> tuple[list[int], float]:
         """Nodes of the row's recorded pool, and the time; the gate learns what the step gains."""
-        kept, levels = kept_nodes(row, self.shape)
+        kept, levels, expanded = kept_nodes(row, self.shape)
         size = len(row.depths) if kept is None else len(kept)
-        drafting = self.profile.draft_ms(levels, size, self.policy.needs_routing or self.kind == "head")
+        drafting = self.profile.draft_ms(levels, expanded, size, self.policy.needs_routing or self.kind == "head")
         candidates, chosen = None, []
         if size:
             candidates = row.candidates[self.kind]

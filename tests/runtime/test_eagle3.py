@@ -207,12 +207,16 @@ def test_a_pool_cut_at_a_reach_is_what_the_full_pool_holds_from_there_up(
     for i, parent in enumerate(full.parents.tolist()):
         reach[i] += reach[parent] if parent >= 0 else 0.0
     kept = np.flatnonzero(reach >= np.log(np.float32(min_reach)))
-    for name in ("tokens", "depths", "ranks", "log_probs", "state_rows"):
+    for name in ("tokens", "depths", "ranks", "log_probs"):
         np.testing.assert_array_equal(getattr(full, name)[kept], getattr(live, name), err_msg=name)
     np.testing.assert_array_equal(full.tokens[full.parents[kept]], live_parents(full, live))
-    np.testing.assert_array_equal(full.states[: len(live.states)], live.states)
+    for name in ("states", "entropies"):
+        there, here = getattr(full, name)[full.state_rows[kept]], getattr(live, name)[live.state_rows]
+        np.testing.assert_array_equal(there, here, err_msg=name)
     deepest = int(live.depths.max(initial=0))
     assert live.levels == min(config.depth, deepest + 1)  # one level is paid for to learn that it keeps nothing
+    expanded = [min(config.beam, int((live.depths == d).sum())) for d in range(1, live.levels)]
+    assert live.expanded == sum(expanded)  # no node that is left out
 
 
 def live_parents(full: Pool, live: Pool) -> np.ndarray:

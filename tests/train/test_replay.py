@@ -86,7 +86,8 @@ def slow_steps(
             ms = 0.2 + 0.01 * (1 + len(chosen)) + 0.05 * len(used) + 1e-4 * int(shard.context[row])
             if policy.drafts:
                 grown = [d for d in range(1, depth + 1) if d == 1 or (pool.depths == d - 1).any()]
-                ms += 0.03 + 0.02 * (len(grown) - 1) + 0.004
+                expanded = sum(min(2, int((pool.depths == d - 1).sum())) for d in grown[1:])
+                ms += 0.03 + 0.02 * (len(grown) - 1) + 0.0005 * expanded + 0.004
                 if len(pool) and (policy.needs_routing or kind == "head"):
                     ms += 0.01 + 0.0005 * len(pool)
             emitted = follow(-1)

@@ -47,8 +47,8 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
           embedding_bf16: bool, target_ids: int, cos: int, sin: int, keys: int, values: int, cache_stride: int,
           past: int, depth: int, beam: int, width: int, cut: bool, least: float, temperatures: int, t_count: int,
           recent_stride: int, states: int, entropies: int, normalizers: int, nodes: int, log_probs: int,
-          scratch: int) -> tuple[int, int]:  # fmt: skip
-    """Levels and nodes. `nodes`: tokens, parents, depths, ranks and state rows, int64 [5, depth * width]; all dense.
+          scratch: int) -> tuple[int, int, int]:  # fmt: skip
+    """Levels, states and nodes. `nodes`: tokens, parents, depths, ranks and state rows, int64 [5, depth * width]; all dense.
 
     `scratch`: recent keys, recent values, embeddings, proposing states, then what layer and proposals need.
     """
@@ -72,34 +72,38 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
     for b in range(beam):
         view(proposing + b * row, hidden, np.float32)[:] = view(root, hidden, np.float32)
     ids = view(target_ids, vocabulary, np.int64)
-    levels = 1
+    levels, expanded = 1, 0
+    first_rows = np.ones(depth, np.int64)  # of each level: the first state that proposed it
     for level in range(1, depth):
         first, last = (level - 1) * width, level * width  # of the level that expands; of the new one
-        if cut and not all_reach[first] >= least:
+        expanding = 0
+        while expanding < beam and (not cut or all_reach[first + expanding] >= least):
+            expanding += 1
+        if expanding == 0:
             break
-        recent = level * beam
+        recent = expanded + expanding
         seen, seen_before = seen_before, seen
-        for b in range(beam):
+        for b in range(expanding):
             read_row(embedding + ids[all_ids[first + b]] * hidden * (2 if embedding_bf16 else 4), hidden,
                      embedding_bf16, embed + b * row)  # fmt: skip
             parent = orders[first + b] // width
-            for j in range(recent - beam):
-                seen[b * recent + j] = seen_before[parent * (recent - beam) + j]
-            for j in range(beam):
-                seen[b * recent + recent - beam + j] = b == j
-        new = states + (2 + (level - 1) * beam) * row
-        _layer(embed, proposing, beam, hidden, heads, groups, dim, inner, bf16, eps, normed_residual, input_norm,
+            for j in range(expanded):
+                seen[b * recent + j] = seen_before[parent * expanded + j]
+            for j in range(expanding):
+                seen[b * recent + expanded + j] = b == j
+        done = first_rows[level] = 2 + expanded
+        new = states + done * row
+        _layer(embed, proposing, expanding, hidden, heads, groups, dim, inner, bf16, eps, normed_residual, input_norm,
                hidden_norm, post_norm, qkv_w, out_w, gate_up_w, down_w, cos + (level - 1) * dim * floating,
                sin + (level - 1) * dim * floating, 0, keys, values, cache_stride, past, recent_keys, recent_values,
                recent_stride, recent, seen.ctypes.data, new, rest)  # fmt: skip
-        done = 2 + (level - 1) * beam
-        _propose(new, beam, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
+        _propose(new, expanding, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
                  found.ctypes.data, found_ids.ctypes.data, entropies + done * floating,
                  normalizers + done * t_count * floating, rest)  # fmt: skip
-        for b in range(beam):
+        for b in range(expanding):
             for i in range(width):
                 scores[b * width + i] = all_reach[first + b] + found[b * width + i]
-        _best_children(scores, width, orders.ctypes.data + last * word)
+        _best_children(scores[: expanding * width], width, orders.ctypes.data + last * word)
         for i in range(width):
             place = orders[last + i]
             all_ids[last + i], all_reach[last + i] = found_ids[place], scores[place]
@@ -107,7 +111,7 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
         for b in range(beam):
             parent = orders[last + b] // width
             view(proposing + b * row, hidden, np.float32)[:] = view(new + parent * row, hidden, np.float32)
-        levels = level + 1
+        levels, expanded = level + 1, recent
     table = view(nodes, 5 * most, np.int64).reshape(5, most)
     kept, places, count = view(log_probs, most, np.float32), np.empty(most, np.int64), 0
     for i in range(levels * width):
@@ -120,10 +124,10 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
         table[1, count] = places[up] if level > 0 else -1
         table[2, count] = level + 1
         table[3, count] = orders[i] % width
-        table[4, count] = 2 + (level - 1) * beam + parent if level > 0 else 1
+        table[4, count] = first_rows[level] + parent if level > 0 else 1
         kept[count], places[i] = all_log_probs[i], count
         count += 1
-    return levels, count
+    return levels, 2 + expanded, count
 
 
 def draft_tree(
@@ -145,7 +149,7 @@ def draft_tree(
         layer_scratch(beam, hidden, attention, layer.qkv.shape[0], inner, past, recent),
         max(beam, 2) * (3 * hidden + 2 * LANES + vocabulary),
     )
-    levels, count = _tree(
+    levels, used, count = _tree(
         before_H.data_ptr(), root_H.data_ptr(), hidden, layer.heads, groups, dim, inner,
         layer.qkv.dtype == torch.bfloat16, layer.eps, layer.norm_before_residual, layer.input_norm.data_ptr(),
         layer.hidden_norm.data_ptr(), layer.post_norm.data_ptr(), layer.qkv.data_ptr(), layer.out.data_ptr(),
@@ -156,7 +160,6 @@ def draft_tree(
         states.ctypes.data, entropies, normalizers, nodes.ctypes.data, normalizers + 4 * rows * t_count,
         workspace(2 * groups * recent * dim + 2 * beam * hidden + inside),
     )  # fmt: skip
-    used = 2 + (levels - 1) * beam
     tokens, parents, depths, ranks, state_rows = nodes[:, :count]
     return Tree(
         tokens, parents, depths, ranks, statistics[rows * (1 + t_count) :][:count], state_rows, states[:used],

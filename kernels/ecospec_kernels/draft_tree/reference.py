@@ -1,8 +1,8 @@
 """`draft_tree`: the candidate tree below one root, grown level by level on a draft head's own states.
 
 The best `width` of all children stay at each level and the best `beam` of those expand, so that a tree cut at a depth, or at
-a reach, is the tree that would have been grown to there. Legend of shapes: b beam, w width, n nodes, s states, H state
-width, t temperatures, G key-value heads, P committed rows, D head dim.
+a reach, is the tree that would have been grown to there. Legend of shapes: b nodes that a level expands, w width, n nodes, s
+states, H state width, t temperatures, G key-value heads, P committed rows, D head dim.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ecospec_kernels.draft_propose.reference import draft_propose as reference_p
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Propose = Callable[[Tensor], Proposals]  # states [n, H] -> their w best draft tokens and statistics
-# (level, draft ids [b], states [b, H] that proposed them, seen bool [b, level * b]) -> states [b, H].
-# `seen`: which of the nodes expanded so far, level by level, a node may look at: its path and itself.
+# (level, draft ids [b], states [b, H] that proposed them, seen bool [b, all expanded so far]) -> states [b, H].
+# `seen`: which of the nodes expanded so far, these last, a node may look at: its path and itself.
 Step = Callable[[int, Ints, Tensor, NDArray[np.bool_]], Tensor]
 
 
 class Shape(NamedTuple):
-    """Size of a tree; nodes whose reach under the drafter's probability is below `min_reach` are left out."""
+    """Size of a tree; nodes whose reach under the drafter's probability is below `min_reach` are left out, not expanded."""
 
     depth: int
     beam: int
@@ -80,28 +80,30 @@ def grow(
     all_reach = np.empty_like(all_log_probs)
     orders[0], all_ids[0], all_log_probs[0], all_reach[0] = np.arange(width), ids, log_probs, reach
     least = log_reach(shape.min_reach)
-    levels = 1
-    own = seen = np.eye(beam, dtype=bool)
-    proposing = root_H.expand(beam, -1)
+    firsts = [1]  # of each level: the first row of `states` that proposed it
+    paths, proposing = np.zeros((beam, 0), bool), root_H.expand(beam, -1)
     for level in range(1, shape.depth):
-        if shape.min_reach and not reach[0] >= least:
+        expanding = int((reach[:beam] >= least).sum()) if shape.min_reach else beam
+        if not expanding:
             break
-        new = step(level, ids[:beam], proposing, seen)
+        seen = np.concatenate((paths[:expanding], np.eye(expanding, dtype=bool)), axis=1)
+        new = step(level, ids[:expanding], proposing[:expanding], seen)
         found = propose(new)
+        firsts.append(sum(map(len, states)))
         states.append(new)
         proposals.append(found)
         offered = _host(found.log_probs)
-        scores = (reach[:beam, None] + offered).ravel()
+        scores = (reach[:expanding, None] + offered).ravel()
         order = np.argsort(-scores, kind="stable")[:width]
         reach, ids = scores[order], _host(found.ids).ravel()[order]
         orders[level], all_ids[level], all_log_probs[level] = order, ids, offered.ravel()[order]
-        all_reach[level], levels = reach, level + 1
+        all_reach[level] = reach
         parents = order[:beam] // width
-        seen = np.concatenate((seen[parents], own), axis=1)
-        proposing = new.index_select(0, torch.from_numpy(parents).to(new.device))
+        paths, proposing = seen[parents], new.index_select(0, torch.from_numpy(parents).to(new.device))
+    levels = len(firsts)
     above, ranks = orders[:levels] // width, orders[:levels] % width
     depths = np.arange(1, levels + 1)[:, None] + np.zeros_like(above)
-    parents, rows = above + (depths - 2) * width, above + 2 + (depths - 2) * beam
+    parents, rows = above + (depths - 2) * width, above + np.array(firsts)[:, None]
     parents[0], rows[0] = -1, 1
     kept = all_reach[:levels] >= least if shape.min_reach else np.ones_like(above, bool)
     for level in range(1, levels):
