@@ -131,7 +131,9 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     target = Target.from_pretrained(config.target, config.dtype, config.device)
     drafter = load_drafter(config.drafter, target, config.dtype)
     predictor = Predictor.from_folder(config.predictor) if config.predictor is not None else None
-    text = text_tokens(target, max(config.contexts) + max(TEXT, len(DRAFTED) * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1))
+    text = text_tokens(
+        target, max(config.contexts) + max(TEXT, len(DRAFTED) * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1)
+    )
     passes = measure_passes(target, drafter, text, config)
     cost = fit_pass_cost(
         np.array([p.n for p in passes], np.float64), np.array([p.union for p in passes]),

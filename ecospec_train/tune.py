@@ -139,7 +139,7 @@ def open_study(config: TuneConfig, profile: DeviceProfile, traces: Traces) -> op
     logging.getLogger("alembic").setLevel(logging.WARNING)
     url = config.storage or f"sqlite:///{config.out.resolve() / 'study.db'}"
     inputs = json.dumps([fingerprint(traces), profile.model_dump(), (config.predictor / "manifest.json").read_text(),
-                         config.positions, config.confirm, config.seed])  # fmt: skip
+                         config.positions, config.confirm, config.seed, SEARCHED, MIN_REACHES, PAUSES])  # fmt: skip
     digest = hashlib.sha256(inputs.encode()).hexdigest()
     try:
         study = optuna.create_study(storage=url, study_name=STUDY, direction="maximize", load_if_exists=True)
@@ -150,14 +150,14 @@ def open_study(config: TuneConfig, profile: DeviceProfile, traces: Traces) -> op
     known = study.user_attrs.get("inputs")
     if known not in (None, digest):
         raise UserError(
-            f"storage {url}: holds trials of other traces, predictor or profile; use another --out or --storage"
+            f"storage {url}: holds trials of other traces, predictor, profile or search space; use another --out or --storage"
         )
     study.set_user_attr("inputs", digest)
     return study
 
 
 def yardsticks(depth: int, top_k: int) -> list[dict[str, Any]]:
-    """Points that are always tried: as published, with one temperature, and each rule with each acceptance model."""
+    """Points that are always tried: as published, with one temperature, and the other rules."""
     points: list[dict[str, Any]] = []
     for kind in ("raw", "temperature"):
         points += [{"policy": "confidence", "acceptance": kind, "confidence.budget": m} for m in BUDGETS]

@@ -4,7 +4,7 @@ The first h of a row is `fc` of the target's captured hidden states; the layer (
 next h; logits are `lm_head(norm(h))`, and what feeds on is the pre-norm h.
 Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test", arXiv 2503.01840.
 
-Legend of shapes: m rows, H hidden, D head dim, G key-value heads, F feature width, V draft vocabulary, b beam.
+Legend of shapes: m rows, H hidden, D head dim, G key-value heads, F feature width, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ecospec_kernels import dispatch
 from ecospec_kernels.draft_layer.reference import LayerWeights, Rope, linear
-from ecospec_kernels.draft_rows.reference import RowWeights
+from ecospec_kernels.draft_rows.reference import RowWeights, normed
 from ecospec_kernels.draft_tree.reference import Shape, Tree, TreeWeights
 from ecospec_runtime.checkpoint import DTYPES, fingerprint
 from ecospec_runtime.config import PoolConfig
@@ -29,7 +29,6 @@ from ecospec_runtime.drafters.eagle3_config import HeadConfig, check_fit, checke
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Pool
 
-_CHUNK = 64  # rows of one extension pass; what the kernel takes
 _ROOM = 512  # rows of a new sequence's buffers
 
 
@@ -43,9 +42,9 @@ class HeadWeights:
     final_norm_H: Tensor
     feature_norms: tuple[Tensor, ...]  # one over all features, or one per captured layer, or none
 
-    def rows(self, embedding: Tensor) -> RowWeights:
-        """The part that turns features and tokens into rows."""
-        return RowWeights(self.layer, self.fc_HF, self.feature_norms, embedding)
+    def fuse(self, features_mF: Tensor) -> Tensor:
+        """First h `[..., m, H]` of rows from the target's features."""
+        return linear(normed(features_mF, self.feature_norms, self.layer), self.fc_HF)
 
     def logits(self, states: Tensor) -> Tensor:
         """Draft-vocabulary logits `[..., m, V]`."""
@@ -122,7 +121,7 @@ class Eagle3Head(nn.Module):
 
 @dataclass
 class Eagle3Sequence:
-    """Committed rows of one sequence. Buffers grow by doubling; beyond `length` they are scratch room for trees."""
+    """Committed rows of one sequence. Buffers grow by doubling."""
 
     keys: Tensor  # [G, capacity, D]
     values: Tensor  # [G, capacity, D]
@@ -155,7 +154,9 @@ class Eagle3Drafter:
 
         Matrices are kept in `dtype`; rows are computed in float32 on a CPU, in `dtype` elsewhere.
         """
-        device = embedding.device
+        device, embedding = embedding.device, embedding.detach()
+        if device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):
+            embedding = embedding.float()  # what the kernels read
         self.config, self.fingerprint, self.source = head.config, digest, source
         self.width, self.aux_layers = self.config.hidden_size, self.config.aux_layers
         self._dtype = torch.float32 if device.type == "cpu" else dtype
@@ -167,9 +168,9 @@ class Eagle3Drafter:
         )
         if not self._kernels and dtype != self._dtype:
             weights = weights.stored(self._dtype, self._dtype, device)
-        self._device, self._rows = device, weights.rows(embedding.detach())
-        self._tree = TreeWeights(weights.layer, weights.final_norm_H, weights.lm_head_VH, embedding.detach(),
-                                 np.ascontiguousarray(target_ids_V.cpu().numpy()))  # fmt: skip
+        self._device, self._rows = device, RowWeights(weights.layer, weights.fc_HF, weights.feature_norms, embedding)
+        self._tree = TreeWeights(weights.layer, weights.final_norm_H, weights.lm_head_VH, embedding,
+                                 np.ascontiguousarray(target_ids_V.cpu().numpy(), np.int64))  # fmt: skip
         self._rope = self._tables(self.config.max_positions)
 
     def check(self, target: Any) -> None:
@@ -188,11 +189,13 @@ class Eagle3Drafter:
         tokens = tokens_m.tolist() if isinstance(tokens_m, Tensor) else list(tokens_m)
         if len(tokens) != features_mF.shape[0]:
             raise ValueError(f"{len(tokens)} tokens but {features_mF.shape[0]} feature rows")
+        if features_mF.shape[1] != self._rows.fc_HF.shape[1]:
+            raise ValueError(f"features are {features_mF.shape[1]} wide, the head takes {self._rows.fc_HF.shape[1]}")
         sequence.reserve(sequence.length + len(tokens))
-        for begin in range(0, len(tokens), _CHUNK):
-            part, past = tokens[begin : begin + _CHUNK], sequence.length
+        for begin in range(0, len(tokens), dispatch.MAX_ROWS):
+            part, past = tokens[begin : begin + dispatch.MAX_ROWS], sequence.length
             dispatch.draft_rows(
-                self._rows, part, features_mF[begin : begin + _CHUNK], self._rotation(past, past + len(part)),
+                self._rows, part, features_mF[begin : begin + dispatch.MAX_ROWS], self._rotation(past, past + len(part)),
                 sequence.keys, sequence.values, sequence.states, past, supported=self._kernels,
             )  # fmt: skip
             sequence.tokens.extend(part)

@@ -140,18 +140,15 @@ def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor, em
     )  # fmt: skip
 
 
-def draft_rows(w: Any, tokens: list[int], features_mF: Tensor, *arguments: Any, supported: bool) -> None:
+def draft_rows(w: Any, tokens: list[int], *arguments: Any, supported: bool) -> None:
     """Commit rows of an EAGLE-3 head; see `draft_rows/reference.py`. `supported`: what `supports_draft` said."""
-    fits = (
-        supported and not w.feature_norms and len(tokens) <= MAX_ROWS and not torch.is_grad_enabled()
-        and _plain(features_mF) and features_mF.stride(1) == 1
-    )  # fmt: skip
-    _choose("draft_rows", fits).draft_rows(w, tokens, features_mF, *arguments)
+    fits = supported and 0 < len(tokens) <= MAX_ROWS and not torch.is_grad_enabled()
+    _choose("draft_rows", fits).draft_rows(w, tokens, *arguments)
 
 
 def draft_tree(w: Any, before_H: Tensor, root_H: Tensor, rope: Any, keys_GPD: Tensor, values_GPD: Tensor, shape: Any,
                temperatures: tuple[float, ...], *, supported: bool) -> Any:  # fmt: skip
     """The candidate tree below a root; see `draft_tree/reference.py`. `supported`: what `supports_draft` said."""
-    small = shape.beam <= MAX_ROWS
+    small = min(shape.beam, shape.width) <= MAX_ROWS
     module = _choose("draft_tree", supported and small and not torch.is_grad_enabled())
     return module.draft_tree(w, before_H, root_H, rope, keys_GPD, values_GPD, shape, temperatures)

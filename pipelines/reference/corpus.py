@@ -152,8 +152,9 @@ def prompts(split: str, count: int, seed: int = 0) -> list[dict[str, str]]:
             chunk += line
             if len(chunk) >= length:
                 break
+        chunk = chunk.strip("\n")
         if len(chunk) >= 200:
-            rows.append({"prompt": chunk.strip("\n")})
+            rows.append({"prompt": chunk})
         if len(rows) == count:
             break
     return rows

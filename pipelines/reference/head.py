@@ -27,10 +27,9 @@ import lightning as L
 import numpy as np
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities import CombinedLoader
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import Qwen3MoeForCausalLM
 
 from ecospec_runtime.drafters.eagle3 import Eagle3Head, HeadWeights, fill, rope_tables
@@ -126,7 +125,7 @@ class Unroll:
     def first(self) -> Tensor:
         """States `[B, J, H]` of step 0: causal attention over the true rows."""
         cos, sin = (table[: self.rows] for table in self.rope)
-        h = self.w.rows(self.embed).fuse(self.features)
+        h = self.w.fuse(self.features)
         residual, q, k, v = self.w.layer.project(self.embed[:, 1:], h, (cos, sin))
         self.keys, self.values = k.transpose(1, 2), v.transpose(1, 2)  # [B, G, J, D]
         attended = F.scaled_dot_product_attention(
@@ -162,17 +161,16 @@ class Unroll:
         return self.h
 
 
-class OwnText(Dataset):  # type: ignore[type-arg]
-    """Windows of the target's own text, int64 `[T + 1]`."""
+class OwnText:
+    """The target's own text, drawn at random: an endless source of batches `[B, T + 1]` of as many tokens as it is asked for."""
 
-    def __init__(self, path: Path):
-        self.ids = np.load(path, mmap_mode="r")
+    def __init__(self, path: Path, seed: int):
+        self.ids, self.random = np.load(path, mmap_mode="r"), np.random.default_rng(seed)
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, i: int) -> Tensor:
-        return torch.from_numpy(self.ids[i].astype(np.int64))
+    def batch(self, tokens: int) -> Tensor:
+        """Windows of about `tokens` tokens in all."""
+        rows = self.random.integers(len(self.ids), size=max(1, tokens // self.ids.shape[1]))
+        return torch.from_numpy(self.ids[np.sort(rows)].astype(np.int64))
 
 
 class HeadModule(L.LightningModule):
@@ -180,14 +178,16 @@ class HeadModule(L.LightningModule):
 
     def __init__(
         self, target: Qwen3MoeForCausalLM, head: Eagle3Head, ids_V: Tensor, minutes: float, lr: float, steps: int,
-        share: float,
+        share: float, own: Path | None = None,
     ):  # fmt: skip
-        """`steps` unrolled steps after step 0, on a `share` of the rows as chain starts."""
+        """`steps` unrolled steps after step 0, on a `share` of the rows as chain starts; every other batch is `own` text."""
         super().__init__()
         self.head, self.ids = head, ids_V
         self._frozen = (target.eval().requires_grad_(False),)  # in a tuple: not a submodule, not synchronised
         self._rope = rope_tables(head.config, CONTEXT)
         self.lr, self.seconds, self.steps, self.share = lr, minutes * 60, steps, share
+        self.own_path = own
+        self.own: OwnText | None = None
         self.started = time.monotonic()
         self.automatic_optimization = False
         self.seen = 0
@@ -228,10 +228,15 @@ class HeadModule(L.LightningModule):
             agree = (logits_V.argmax(-1) == probabilities_V.argmax(-1)).float().mean()
         return loss, agree
 
-    def training_step(self, batches: dict[str, Tensor], batch_idx: int) -> None:
-        """One optimizer step on `[B, T + 1]` token ids of one of the sources, which take turns."""
-        source = list(batches)[batch_idx % len(batches)]
-        batch = batches[source]
+    def on_fit_start(self) -> None:
+        """Open the own text; each process draws its own."""
+        self.own = OwnText(self.own_path, self.global_rank) if self.own_path else None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        """One optimizer step on `[B, T + 1]` token ids, every other one of the target's own text."""
+        own = self.own is not None and batch_idx % 2 == 1
+        if self.own is not None and own:
+            batch = self.own.batch(batch.numel())
         progress = self.progress()
         scale = min(1.0, (batch_idx + 1) / 20) * min(1.0, (1 - progress) / 0.5 + 0.01)
         for optimizer in self.optimizers():  # type: ignore[union-attr]
@@ -246,12 +251,12 @@ class HeadModule(L.LightningModule):
         for optimizer in self.optimizers():  # type: ignore[union-attr]
             optimizer.step()
         self.seen += batch[:, 1:].numel() * self.trainer.world_size
-        row = {"step": batch_idx, "progress": progress, "loss": loss.item(), "tokens": self.seen,
+        row = {"step": batch_idx, "own": own, "progress": progress, "loss": loss.item(), "tokens": self.seen,
                "seconds": time.monotonic() - self.started}  # fmt: skip
         row |= {f"agree_{k}": r[1].item() for k, r in enumerate(results)}
         self.history.append(row)
         if self.global_rank == 0 and batch_idx % 5 == 0:
-            print(source, {k: round(v, 4) for k, v in row.items()}, flush=True)
+            print({k: round(v, 4) for k, v in row.items()}, flush=True)
         if progress >= 1:
             self.trainer.should_stop = True
 
@@ -291,24 +296,13 @@ def main() -> None:
     else:
         ids_V = frequent_ids(args.corpus / "train.npy", target.config.vocab_size)
         head = new_head(target, ids_V)
-    sources: dict[str, Dataset] = {"text": Windows(args.corpus / "train.npy", args.seed)}  # type: ignore[type-arg]
-    if args.own:
-        sources["own"] = OwnText(args.own)
-    loaders = {
-        name: DataLoader(
-            source, batch_size=args.batch * (2 if name == "own" else 1), shuffle=name == "own", drop_last=True
-        )
-        for name, source in sources.items()
-    }  # own windows are half as long
+    data = DataLoader(Windows(args.corpus / "train.npy", args.seed), batch_size=args.batch, drop_last=True)
     trainer = L.Trainer(
         accelerator="cpu", devices=args.processes, strategy="ddp" if args.processes > 1 else "auto", max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[Snapshots(lambda module: save_head(module.head, ids_V, args.out), args)],
     )  # fmt: skip
-    trainer.fit(
-        HeadModule(target, head, ids_V, args.minutes, args.lr, args.steps, args.share),
-        CombinedLoader(loaders, "max_size_cycle"),
-    )
+    trainer.fit(HeadModule(target, head, ids_V, args.minutes, args.lr, args.steps, args.share, args.own), data)
 
 
 if __name__ == "__main__":

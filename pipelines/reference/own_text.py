@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from ecospec_runtime.target import Target
 from pipelines.reference.target import Windows
 
-PREFIX, CONTINUED = 64, 193  # tokens of people and of the target; together one more than a window that is trained on
+PREFIX, CONTINUED = 64, 193  # tokens of people and of the target
 BATCH = 64
 
 
@@ -36,14 +36,14 @@ def write_texts(corpus: Path, folder: Path, until: float, rank: int, ranks: int,
     )
     windows = Windows(corpus / "train.npy", seed)
     texts = []
-    for first in range(rank * BATCH, len(windows) - BATCH, ranks * BATCH):
+    for first in range(rank * BATCH, len(windows) - BATCH + 1, ranks * BATCH):
         prefixes = torch.stack([windows[i][:PREFIX] for i in range(first, first + BATCH)])
         with torch.inference_mode():
             text = target.model.generate(prefixes, generation_config=config, attention_mask=torch.ones_like(prefixes))
         texts.append(text.numpy().astype(np.uint16))
         if time.time() > until:
             break
-    return np.concatenate(texts)
+    return np.concatenate(texts or [np.empty((0, PREFIX + CONTINUED), np.uint16)])
 
 
 def main() -> None:

@@ -202,7 +202,7 @@ class Snapshots(Callback):
         self.last = time.monotonic()
         self.write(module)
         record = {"recipes": [*self.before["recipes"], self.recipe], "tokens": self.before["tokens"] + module.seen,
-                  "history": module.history[::10]}  # fmt: skip
+                  "history": module.history[::9]}  # fmt: skip
         (self.out / "training.json").write_text(json.dumps(record))
 
 

@@ -6,8 +6,7 @@
 Small language models repeat themselves under greedy decoding, and loops flatter every figure of speculative decoding. Every
 `--every`th step continues prefixes of training windows greedily; where the continuation repeats a third time what it has said
 twice (periods up to `LONGEST`; `ecospec_runtime.statistics.loop_share` counts up to 16), -log(1 - p) of the repeated token is
-added to the loss. It is mixed into a long run of ordinary training, since a short run of little else unlearns more than
-loops. Source: the sequence-level loss of Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv
+added to the loss. It is mixed into a long run of ordinary training: alone it unlearns more than loops. Source: the sequence-level loss of Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv
 1908.04319, on loops in place of repeated 4-grams, which code is full of.
 
 Shapes: B sequences, T positions.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ SHAPES = [
     (32, 4, 2, 8, 64, 0, 5, 5, False, False),
     (40, 6, 2, 16, 72, 9, 17, 3, True, False),
     (64, 2, 1, 32, 80, 7, 8, 1, True, True),
+    (64, 2, 1, 8, 24, 7, 8, 3, True, False),  # the MLP and the heads narrower than the state
 ]
 
 
@@ -51,6 +53,25 @@ def weights(hidden: int, heads: int, kv: int, dim: int, inner: int, bf16: bool, 
     )  # fmt: skip
 
 
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every workspace is exactly as long as asked for, full of NaN, and nothing is written behind it."""
+    rooms = []
+
+    def workspace(count: int) -> int:
+        room = np.full(count + 64, np.nan, np.float32)
+        room[count:] = 7.0
+        rooms.append((room, count))
+        return room.ctypes.data
+
+    for module in (cpu, propose_cpu, rows_cpu, tree_cpu):
+        monkeypatch.setattr(module, "workspace", workspace)
+    yield
+    assert rooms
+    assert all((room[count:] == 7.0).all() for room, count in rooms)
+
+
+@pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layer_matches_its_reference(shape: tuple[int, ...]) -> None:
     hidden, heads, kv, dim, inner, past, recent, n, bf16, normed = shape
@@ -73,6 +94,7 @@ def test_layer_matches_its_reference(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(("vocabulary", "hidden", "bf16"), [(2048, 64, True), (61, 40, False), (9, 32, True)])
 def test_proposals_match_their_reference(vocabulary: int, hidden: int, bf16: bool) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -145,13 +167,14 @@ def tree_inputs(w: TreeWeights, past: int, depth: int, seed: int) -> tuple[Tenso
     return before, root, rope, keys[:, :past], values[:, :past]  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 4, 8), Shape(6, 4, 8), Shape(4, 9, 3), Shape(5, 1, 1), Shape(3, 2, 30), Shape(7, 3, 5, 0.03),
+@pytest.mark.parametrize("shape", [Shape(1, 4, 8), Shape(6, 4, 8), Shape(4, 9, 3), Shape(3, 7, 9), Shape(5, 1, 1), Shape(3, 2, 30), Shape(7, 3, 5, 0.03),
                                    Shape(6, 4, 8, 0.6)])  # fmt: skip
 @pytest.mark.parametrize(("vocabulary", "embedding_bf16", "bf16", "past"), [(61, True, True, 37), (9, False, False, 1)])
+@pytest.mark.usefixtures("guarded")
 def test_trees_match_their_reference(
     shape: Shape, vocabulary: int, embedding_bf16: bool, bf16: bool, past: int
 ) -> None:
-    w = head(vocabulary, embedding_bf16, bf16=bf16)
+    w = head(vocabulary, embedding_bf16, bf16=bf16, normed=not bf16, inner=24 if bf16 else 96)
     for seed in range(6):
         inputs = tree_inputs(w, past, shape.depth, seed)
         with torch.inference_mode():
@@ -198,8 +221,9 @@ def row_inputs(w: RowWeights, tokens: list[int], past: int, bf16: bool) -> tuple
 
 @pytest.mark.parametrize(("tokens", "past"), [([5], 0), ([7, 7, 130], 9), (list(range(64)), 40)])
 @pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.usefixtures("guarded")
 def test_rows_match_their_reference(tokens: list[int], past: int, bf16: bool) -> None:
-    w = row_weights(bf16, bf16=bf16)
+    w = row_weights(bf16, bf16=bf16, normed=bf16)
     filled = []
     for module in (rows_reference, rows_cpu):
         inputs = row_inputs(w, tokens, past, bf16)
@@ -222,13 +246,39 @@ def test_rows_do_not_depend_on_how_they_are_split() -> None:
     assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(buffers, split, strict=True))
 
 
-def test_gradients_and_feature_norms_go_to_the_reference() -> None:
+def test_rows_of_odd_features_match_their_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feature norms, half precision, columns apart, and a matrix so large that threads share it."""
+    plain = row_weights(False)
+    norms = tuple(1 + 0.3 * torch.randn(24, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    one = (torch.cat(norms),)
+    for w, change in [(replace(plain, feature_norms=norms), "none"), (replace(plain, feature_norms=one), "half"), (plain, "strided"),
+                      (plain, "half"), (plain, "threads")]:  # fmt: skip
+        tokens, features, rope, *buffers, past = row_inputs(w, [3, 1, 4], 6, False)
+        if change == "half":
+            features = features.half()
+        if change == "strided":
+            features = features.T.contiguous().T
+        if change == "threads":
+            monkeypatch.setattr(rows_cpu, "SPLIT_BYTES", 1)
+            monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+        other = [b.clone() for b in buffers]
+        with torch.inference_mode():
+            rows_reference.draft_rows(w, tokens, features, rope, *buffers, past)
+            rows_cpu.draft_rows(w, tokens, features, rope, *other, past)
+        torch.testing.assert_close(other, buffers, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_what_the_kernels_do_not_take_goes_to_the_reference() -> None:
     w = row_weights(False, bf16=False)
     layer = w.layer
-    assert dispatch.supports_draft((layer.qkv, layer.out, w.fc_HF), 16, layer.input_norm, w.embedding)
+    matrices = (layer.qkv, layer.out, w.fc_HF)
+    assert dispatch.supports_draft(matrices, 16, layer.input_norm, w.embedding)
+    assert not dispatch.supports_draft(matrices, 16, layer.input_norm, w.embedding.half())
+    assert not dispatch.supports_draft(matrices, 16, layer.input_norm, w.embedding.T)
+    assert not dispatch.supports_draft((layer.qkv, layer.out.bfloat16()), 16, layer.input_norm, w.embedding)
+    assert not dispatch.supports_draft(matrices, 16, layer.input_norm.bfloat16(), w.embedding)
     before = dispatch.CALLS["draft_rows", "reference"]
-    dispatch.draft_rows(w, *row_inputs(w, [1, 2], 4, False), supported=True)
-    with torch.inference_mode():
-        normed = replace(w, feature_norms=(torch.ones(24),) * 3)
-        dispatch.draft_rows(normed, *row_inputs(w, [1, 2], 4, False), supported=True)
-    assert dispatch.CALLS["draft_rows", "reference"] == before + 2
+    dispatch.draft_rows(w, *row_inputs(w, [1, 2], 4, False), supported=True)  # gradients are on
+    assert dispatch.CALLS["draft_rows", "reference"] == before + 1
+    with torch.inference_mode(), pytest.raises(IndexError, match="token ids outside"):
+        dispatch.draft_rows(w, *row_inputs(w, [1, 9999], 4, False), supported=True)

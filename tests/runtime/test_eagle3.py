@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ecospec_kernels import dispatch
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.eagle3 import Eagle3Drafter
@@ -127,9 +129,15 @@ def test_pools_match_a_naive_recomputation(tiny_drafter_dir: Path, tmp_path: Pat
     tensors, config = variant(tiny_drafter_dir, tmp_path / "head", name)
     drafter: Any = load_drafter(tmp_path / "head", target)
     tokens, features = rows(9)
-    sequence = drafter.start()
+    sequence, pieces, calls = drafter.start(), drafter.start(), Counter(dispatch.CALLS)
     drafter.extend(sequence, tokens, features)
     pool = drafter.expand(sequence, int(tokens[-1]), PoolConfig(depth=3, beam=2, width=4), temperatures=(0.5,))
+    if drafter._kernels:
+        ran = dispatch.CALLS - calls
+        assert set(ran) == {("draft_rows", "cpu"), ("draft_tree", "cpu")}
+        for i in range(9):
+            drafter.extend(pieces, tokens[i : i + 1], features[i : i + 1])
+        assert torch.equal(pieces.states[:9], sequence.states[:9])
     embedding = tensors.get("embed_tokens.weight", target.model.get_input_embeddings().weight.detach())
     ids = tensors["d2t"] + torch.arange(48)
     for node in range(len(pool)):

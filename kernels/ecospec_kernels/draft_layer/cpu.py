@@ -140,17 +140,17 @@ def _attend(qkv: int, n: int, width: int, heads: int, groups: int, dim: int, sca
 
 
 @compiled
-def _layer(embed: int, h: int, n: int, hidden: int, heads: int, groups: int, dim: int, inner: int, bf16: bool, eps: float,
+def layer(embed: int, h: int, n: int, hidden: int, heads: int, groups: int, dim: int, inner: int, bf16: bool, eps: float,
            normed_residual: bool, input_norm: int, hidden_norm: int, post_norm: int, qkv_w: int, out_w: int,
            gate_up_w: int, down_w: int, cos: int, sin: int, rope_stride: int, keys: int, values: int, cache_stride: int,
            past: int, recent_keys: int, recent_values: int, recent_stride: int, recent: int, seen: int, out: int,
            scratch: int) -> None:  # fmt: skip
-    """Strides in bytes; everything but the matrices fp32. `scratch`: see `_scratch_size`."""
+    """Strides in bytes; everything but the matrices fp32. `scratch`: see `scratch_size`."""
     width = (heads + 2 * groups) * dim
     packed = scratch
     x = packed + n * (2 * max(hidden, heads * dim, inner) + 4 * LANES) * 4
     qkv = x + n * max(2 * hidden, heads * dim, inner) * 4
-    state = qkv + n * max(width, 2 * inner) * 4
+    state = qkv + n * max(width, 2 * inner, hidden) * 4
     rest = state + n * hidden * 4
     for t in range(n):
         at = x + t * 2 * hidden * 4
@@ -191,10 +191,10 @@ def _layer(embed: int, h: int, n: int, hidden: int, heads: int, groups: int, dim
         result[i] += states[i]
 
 
-def _scratch_size(n: int, hidden: int, attention: int, width: int, inner: int, past: int, recent: int) -> int:
-    """fp32 numbers that `_layer` needs."""
+def scratch_size(n: int, hidden: int, attention: int, width: int, inner: int, past: int, recent: int) -> int:
+    """fp32 numbers that `layer` needs."""
     widest = max(hidden, attention, inner)
-    rows = 2 * widest + 4 * LANES + max(2 * hidden, attention, inner) + max(width, 2 * inner) + hidden
+    rows = 2 * widest + 4 * LANES + max(2 * hidden, attention, inner) + max(width, 2 * inner, hidden) + hidden
     return n * (rows + past + recent) + 2 * recent
 
 
@@ -208,13 +208,13 @@ def draft_layer(
     past, recent = keys_GPD.shape[1], recent_keys_GrD.shape[1]
     embed, h, seen = embed_nH.contiguous(), h_nH.contiguous(), seen_nr.contiguous()
     out = torch.empty((n, hidden))
-    _layer(
+    layer(
         embed.data_ptr(), h.data_ptr(), n, hidden, w.heads, w.kv_heads, w.head_dim, inner, w.qkv.dtype == torch.bfloat16,
         w.eps, w.norm_before_residual, w.input_norm.data_ptr(), w.hidden_norm.data_ptr(), w.post_norm.data_ptr(),
         w.qkv.data_ptr(), w.out.data_ptr(), w.gate_up.data_ptr(), w.down.data_ptr(), rope[0].data_ptr(),
         rope[1].data_ptr(), 4 * w.head_dim if rope[0].shape[0] > 1 else 0, keys_GPD.data_ptr(), values_GPD.data_ptr(),
         4 * keys_GPD.stride(0), past, recent_keys_GrD.data_ptr(), recent_values_GrD.data_ptr(),
         4 * recent_keys_GrD.stride(0), recent, seen.data_ptr(), out.data_ptr(),
-        workspace(_scratch_size(n, hidden, w.heads * w.head_dim, width, inner, past, recent)),
+        workspace(scratch_size(n, hidden, w.heads * w.head_dim, width, inner, past, recent)),
     )  # fmt: skip
     return out

@@ -44,10 +44,10 @@ def _sums(logits: int, vocabulary: int, top: float, temperature: float) -> tuple
 
 
 @compiled
-def _propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: int, bf16: bool, vocabulary: int,
+def propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: int, bf16: bool, vocabulary: int,
              width: int, temperatures: int, t_count: int, log_probs: int, ids: int, entropies: int, normalizers: int,
              scratch: int) -> None:  # fmt: skip
-    """All outputs dense. `scratch`: n * (3 * hidden + 2 * LANES + vocabulary) fp32."""
+    """All outputs dense. `scratch`: see `scratch_size`."""
     normed = scratch
     packed = normed + n * hidden * 4
     logits = packed + n * (hidden + 2 * LANES) * 4
@@ -71,6 +71,11 @@ def _propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: i
             out[k] = np.log(total) - log_total / tau[k]
 
 
+def scratch_size(n: int, hidden: int, vocabulary: int) -> int:
+    """fp32 numbers that `propose` needs."""
+    return n * (2 * hidden + 2 * LANES + vocabulary)
+
+
 def draft_propose(
     states_nH: Tensor, norm_H: Tensor, eps: float, lm_head_VH: Tensor, width: int, temperatures: tuple[float, ...]
 ) -> Proposals:
@@ -81,10 +86,10 @@ def draft_propose(
     result = Proposals(
         torch.empty((n, width)), torch.empty((n, width), dtype=torch.int64), torch.empty(n), torch.empty((n, count))
     )
-    _propose(
+    propose(
         states.data_ptr(), n, hidden, norm_H.data_ptr(), eps, lm_head_VH.data_ptr(), lm_head_VH.dtype == torch.bfloat16,
         vocabulary, width, tau.ctypes.data, count, result.log_probs.data_ptr(), result.ids.data_ptr(),
         result.entropies.data_ptr(), result.log_normalizers.data_ptr(),
-        workspace(n * (3 * hidden + 2 * LANES + vocabulary)),
+        workspace(scratch_size(n, hidden, vocabulary)),
     )  # fmt: skip
     return result

@@ -23,13 +23,13 @@ class RowWeights:
     feature_norms: tuple[Tensor, ...]  # one over all features, or one per captured layer, or none
     embedding: Tensor  # [target vocabulary, H]
 
-    def fuse(self, features_mF: Tensor) -> Tensor:
-        """First h `[..., m, H]` of rows from the target's features."""
-        if self.feature_norms:
-            parts = features_mF.split([w.shape[0] for w in self.feature_norms], dim=-1)
-            normed = [self.layer.norm(x, w) for x, w in zip(parts, self.feature_norms, strict=True)]
-            features_mF = torch.cat(normed, dim=-1)
-        return linear(features_mF, self.fc_HF)
+
+def normed(features_mF: Tensor, norms: tuple[Tensor, ...], layer: LayerWeights) -> Tensor:
+    """Features `[..., m, F]` under a head's `feature_norms`."""
+    if not norms:
+        return features_mF
+    parts = features_mF.split([w.shape[0] for w in norms], dim=-1)
+    return torch.cat([layer.norm(x, w) for x, w in zip(parts, norms, strict=True)], dim=-1)
 
 
 def draft_rows(
@@ -38,7 +38,8 @@ def draft_rows(
 ) -> None:  # fmt: skip
     """Fill rows P..P+m-1 (P is `past`) of the buffers, whose rows before are committed. `rope`: of the new rows."""
     m = len(tokens)
-    h = w.fuse(features_mF.to(states_RH.device, states_RH.dtype))
+    features_mF = features_mF.to(states_RH.device, states_RH.dtype)
+    h = linear(normed(features_mF, w.feature_norms, w.layer), w.fc_HF)
     embed = F.embedding(torch.tensor(tokens, device=w.embedding.device), w.embedding).to(h.dtype)
     causal = torch.ones(m, m, dtype=torch.bool, device=h.device).tril()
     new = slice(past, past + m)

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecospec_kernels.blocks import LANES, compiled, read_row, view, workspace
-from ecospec_kernels.draft_layer.cpu import _layer
-from ecospec_kernels.draft_layer.cpu import _scratch_size as layer_scratch
+from ecospec_kernels.blocks import compiled, read_row, view, workspace
+from ecospec_kernels.draft_layer.cpu import layer as draft_layer
+from ecospec_kernels.draft_layer.cpu import scratch_size as layer_scratch
 from ecospec_kernels.draft_layer.reference import Rope
-from ecospec_kernels.draft_propose.cpu import _propose
+from ecospec_kernels.draft_propose.cpu import propose
+from ecospec_kernels.draft_propose.cpu import scratch_size as propose_scratch
 from ecospec_kernels.draft_tree.reference import Floats, Shape, Tree, TreeWeights, log_reach
 
 
@@ -64,7 +65,7 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
     seen, seen_before = np.zeros((2, beam * beam * depth), np.uint8)
     for at, source in ((states, before), (states + row, root)):
         view(at, hidden, np.float32)[:] = view(source, hidden, np.float32)
-    _propose(states, 2, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
+    propose(states, 2, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
              found.ctypes.data, found_ids.ctypes.data, entropies, normalizers, rest)  # fmt: skip
     for i in range(width):
         all_ids[i], orders[i], all_log_probs[i] = found_ids[width + i], i, found[width + i]
@@ -93,11 +94,11 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
                 seen[b * recent + expanded + j] = b == j
         done = first_rows[level] = 2 + expanded
         new = states + done * row
-        _layer(embed, proposing, expanding, hidden, heads, groups, dim, inner, bf16, eps, normed_residual, input_norm,
+        draft_layer(embed, proposing, expanding, hidden, heads, groups, dim, inner, bf16, eps, normed_residual, input_norm,
                hidden_norm, post_norm, qkv_w, out_w, gate_up_w, down_w, cos + (level - 1) * dim * floating,
                sin + (level - 1) * dim * floating, 0, keys, values, cache_stride, past, recent_keys, recent_values,
                recent_stride, recent, seen.ctypes.data, new, rest)  # fmt: skip
-        _propose(new, expanding, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
+        propose(new, expanding, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
                  found.ctypes.data, found_ids.ctypes.data, entropies + done * floating,
                  normalizers + done * t_count * floating, rest)  # fmt: skip
         for b in range(expanding):
@@ -147,7 +148,7 @@ def draft_tree(
     attention = layer.heads * dim
     inside = max(
         layer_scratch(beam, hidden, attention, layer.qkv.shape[0], inner, past, recent),
-        max(beam, 2) * (3 * hidden + 2 * LANES + vocabulary),
+        propose_scratch(max(beam, 2), hidden, vocabulary),
     )
     levels, used, count = _tree(
         before_H.data_ptr(), root_H.data_ptr(), hidden, layer.heads, groups, dim, inner,
