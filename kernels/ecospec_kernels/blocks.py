@@ -61,6 +61,16 @@ def compiled(function: _F) -> _F:
         numba.config.CACHE_DIR = before
 
 
+def specialised(function: _F, *what: object) -> _F:
+    """`numba.njit` of one of several functions from the same source, under a name of its own.
+
+    Machine code is cached together with what it calls, by name and a number that counts compilations in a process: of two
+    functions with one name, code from two processes would call the one that was loaded first.
+    """
+    function.__qualname__ = "_".join(map(str, (function.__qualname__, *what)))
+    return numba.njit(nogil=True)(function)
+
+
 @intrinsic
 def float_of_bits(context: Any, bits: Any) -> Any:
     """uint32 bits -> the float32 they spell."""
@@ -257,7 +267,6 @@ def _make_matmul(bf16: bool, lanes: int) -> Any:
     """
     one, two, three, four = (_dots(rows, 2, bf16, lanes) for rows in (1, 2, 3, 4))
 
-    @numba.njit(nogil=True)
     def matmul(w: int, stride: int, words: int, first: int, outputs: int, x: int, x_stride: int, plane: int, n: int,
                out: int, out_stride: int) -> None:  # fmt: skip
         """out[t, o] = w[o] . x[t] for o in [first, outputs), t < n; fp32 out; outputs >= BLOCK. See `_dots`."""
@@ -279,7 +288,7 @@ def _make_matmul(bf16: bool, lanes: int) -> Any:
                         one(wr, stride, words, xt, x_stride, plane, to, out_stride)
                 t += rows
 
-    return matmul
+    return specialised(matmul, "bf16" if bf16 else "f32", lanes)
 
 
 def _by_width(bf16: bool) -> Any:
@@ -289,7 +298,6 @@ def _by_width(bf16: bool) -> Any:
         return wide
     narrow = _make_matmul(bf16, NARROW)
 
-    @numba.njit(nogil=True)
     def matmul(w: int, stride: int, words: int, first: int, outputs: int, x: int, x_stride: int, plane: int, n: int,
                out: int, out_stride: int) -> None:  # fmt: skip
         """See `_make_matmul`."""
@@ -298,7 +306,7 @@ def _by_width(bf16: bool) -> Any:
         else:
             wide(w, stride, words, first, outputs, x, x_stride, plane, n, out, out_stride)
 
-    return matmul
+    return specialised(matmul, "bf16" if bf16 else "f32")
 
 
 matmul_bf16 = _by_width(True)

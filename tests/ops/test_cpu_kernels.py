@@ -169,3 +169,23 @@ def test_exp_of_the_kernels() -> None:
     y = np.empty_like(x)
     each(x, y)
     np.testing.assert_allclose(y, np.exp(x.astype(np.float64)), rtol=2.5e-7)
+
+
+def test_functions_made_from_one_source_have_names_of_their_own() -> None:
+    """Or code cached by two processes calls the wrong one: see `specialised`."""
+    from numba.core.dispatcher import Dispatcher
+
+    from ecospec_kernels import blocks
+
+    found: dict[int, str] = {}
+
+    def collect(function: Any) -> None:
+        if isinstance(function, Dispatcher) and id(function) not in found:
+            found[id(function)] = function.py_func.__qualname__
+            for cell in function.py_func.__closure__ or ():
+                collect(cell.cell_contents)
+
+    for value in vars(blocks).values():
+        collect(value)
+    assert len(found) > 10
+    assert len(set(found.values())) == len(found)
