@@ -14,11 +14,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import optuna
+from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import Field
 
@@ -37,7 +39,7 @@ from ecospec_train.traces import TargetRecord, Traces
 STUDY = "ecospec"
 BUDGETS = (2, 3, 4, 6, 8, 12, 24)  # of the `confidence` yardsticks
 SEARCHED = ("confidence", "ratio", "throughput")
-MIN_REACHES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+MIN_REACHES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 PAUSES = (0, 4)
 AS_GOOD = 0.005  # relative difference in rate that a simpler policy may cost
 MIN_PROMPTS = 4  # fewer unseen prompts than this are not enough to tune and confirm on
@@ -89,7 +91,7 @@ def tune(config: TuneConfig, on_trial: OnTrial | None = None) -> TuneReport:
     study = open_study(config, profile, traces)
     run_trials(study, tuning, profile, traces.manifest.target, config, on_trial)
     confirming = load_rows(traces, predictor, confirming_prompts, config.positions)
-    report = conclude(study, tuning, confirming, profile, config)
+    report = conclude(study, tuning, confirming, profile, traces.manifest.target, config)
     write_json(config.out / "trials.json", trial_table(study))
     return report
 
@@ -167,8 +169,8 @@ def yardsticks(depth: int, top_k: int) -> list[dict[str, Any]]:
     predicting = own | {"throughput.predicts": True, "buffer": False}
     points += [predicting | {"acceptance": kind} for kind in get_args(AcceptanceKind)]
     points += [predicting | {"acceptance": "head", "min_reach": reach} for reach in (0.05, 0.1, 0.2)]
-    flat = own | {"throughput.predicts": False, "acceptance": "temperature", "node_experts": 0.55 * top_k}
-    points += [flat | {"min_reach": reach} for reach in (0.05, 0.1, 0.2)]
+    flat = own | {"throughput.predicts": False, "acceptance": "temperature", "node_experts": 0.5 * top_k}
+    points += [flat | {"min_reach": reach} for reach in (0.005, 0.01, 0.02, 0.05, 0.1)]
     return [{"depth": depth, "min_reach": 0.0} | point for point in points]
 
 
@@ -189,10 +191,10 @@ def suggest(trial: optuna.Trial, depth: int, target: TargetRecord) -> tuple[Poli
         parameters["budget"] = trial.suggest_int("ratio.budget", 1, 32, log=True)
         parameters["epsilon"] = trial.suggest_float("ratio.epsilon", 0.05, 20.0, log=True)
     else:
-        scale = trial.suggest_float("throughput.scale", 0.5, 2.0, log=True)
+        scale = trial.suggest_float("throughput.scale", 0.7, 1.4, log=True)
         parameters["pause"] = trial.suggest_categorical("throughput.pause", PAUSES)
         if not trial.suggest_categorical("throughput.predicts", (True, False)):
-            parameters["node_experts"] = trial.suggest_float("node_experts", 0.1 * target.top_k, target.top_k)
+            parameters["node_experts"] = trial.suggest_float("node_experts", 0.25 * target.top_k, target.top_k)
             return PolicySpec(name=name, parameters=parameters, acceptance=kind, **cut), scale
     if trial.suggest_categorical("buffer", (False, True)):
         parameters["capacity"] = trial.suggest_int("capacity", target.top_k, target.experts, log=True)
@@ -234,11 +236,12 @@ def run_trials(
 
 
 def conclude(
-    study: optuna.Study, tuning: ReplayRows, confirming: ReplayRows, profile: DeviceProfile, config: TuneConfig
-) -> TuneReport:
+    study: optuna.Study, tuning: ReplayRows, confirming: ReplayRows, profile: DeviceProfile, target: TargetRecord,
+    config: TuneConfig,
+) -> TuneReport:  # fmt: skip
     """Confirm the study's best policy on unseen prompts, decide between it and `off`, write the policy file."""
     ranked = ranked_trials(study)
-    spec = spec_of(simplest(ranked))
+    spec = spec_of(settled(ranked, tuning, profile, target.top_k))
     off = PolicySpec(name="off")
     rivals = {"off": off}
     for name, kind in (("confidence", "raw"), ("confidence_temperature", "temperature")):
@@ -294,6 +297,34 @@ def simplest(ranked: list[FrozenTrial]) -> FrozenTrial:
     """The best trial, unless one without an expert buffer is as good: a buffer must earn the time it costs."""
     good = [t for t in ranked if (t.value or 0.0) >= (1.0 - AS_GOOD) * (ranked[0].value or 0.0)]
     return next((t for t in good if not t.params.get("buffer")), ranked[0])
+
+
+def settled(ranked: list[FrozenTrial], rows: ReplayRows, profile: DeviceProfile, top_k: int) -> FrozenTrial:
+    """The trial to use: the best one that was tried without searching, unless the search found a better one by more than one
+    standard error over the prompts (the one-standard-error rule of Breiman et al., 1984): few prompts are soon fitted."""
+    best, points = simplest(ranked), yardsticks(rows.pool.depth, top_k)
+    plain = next(trial for trial in ranked if trial.params in points)
+    if plain.number == best.number:
+        return best
+    gained, error = log_gain(spec_of(best), spec_of(plain), rows, profile)
+    return best if gained > error else plain
+
+
+def log_gain(spec: PolicySpec, rival: PolicySpec, rows: ReplayRows, profile: DeviceProfile) -> tuple[float, float]:
+    """Logarithm of how many times faster a policy is than another, and its standard error over prompts (jackknife)."""
+    single = [replace(rows, prompts=[prompt]) for prompt in rows.prompts]
+    results = [[replay(s, prompt, profile) for prompt in single] for s in (spec, rival)]
+    totals = np.array([[(r.tokens, r.ms) for r in side] for side in results])  # [2, prompts, 2]
+
+    def gain_of(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+        rates = np.log(sums[..., 0] / sums[..., 1])
+        return rates[0] - rates[1]
+
+    whole = totals.sum(1)
+    count = totals.shape[1]
+    without = gain_of(whole[:, None] - totals) if count > 1 else np.zeros(1)
+    error = np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum())
+    return float(gain_of(whole)), float(error)
 
 
 def is_yardstick(trial: FrozenTrial, kind: str, depth: int) -> bool:

@@ -3,7 +3,7 @@
 # that figures do not depend on how many cores are idle. Leaves everything under runs/quickstart.
 set -euo pipefail
 VENV=${VENV:-.venv} MODEL=${MODEL:-pipelines/reference/model} RUN=${RUN:-runs/quickstart}
-THREADS=${THREADS:-1} PROMPTS=${PROMPTS:-32} TOKENS=${TOKENS:-48} SCREEN=${SCREEN:-8}
+THREADS=${THREADS:-1} PROMPTS=${PROMPTS:-32} TOKENS=${TOKENS:-48} SCREEN=${SCREEN:-4}
 SET=${SET:-}  # further key=value of the pipeline
 export OMP_NUM_THREADS=$THREADS TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 PYTHON="$VENV/bin/python"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 
@@ -16,7 +18,17 @@ from ecospec_runtime.policies import PolicySpec, build_policy, parse_policy
 from ecospec_runtime.predictor import Predictor
 from ecospec_train.replay import load_rows, replay
 from ecospec_train.traces import Traces
-from ecospec_train.tune import TuneConfig, fingerprint, simplest, split_prompts, tune, yardsticks
+from ecospec_train.tune import (
+    TuneConfig,
+    fingerprint,
+    load_profile,
+    log_gain,
+    settled,
+    simplest,
+    split_prompts,
+    tune,
+    yardsticks,
+)  # fmt: skip
 from tests.train.invented import NearlyRightPredictor, make_profile
 from tests.train.synthetic import SHAPE, TOP_K, write_traces
 
@@ -157,3 +169,27 @@ def test_mistakes_are_one_clear_line(config: TuneConfig, tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--out"):
         tune(config.model_copy(update={"out": tmp_path / "file"}))
+
+
+def test_the_search_must_beat_what_needed_none_by_more_than_chance(config: TuneConfig) -> None:
+    rows = load_rows(Traces(config.traces), NearlyRightPredictor())  # type: ignore[arg-type]
+    profile = load_profile(config.profile)
+    one, other = (parse_policy(f"confidence:budget={m}") for m in (2, 8))
+    gained, error = log_gain(one, other, rows, profile)
+    rates = [replay(spec, rows, profile).tokens_per_ms for spec in (one, other)]
+    assert gained == pytest.approx(np.log(rates[0] / rates[1]))
+    assert 0.0 < error < 1.0
+    assert log_gain(one, one, rows, profile) == (0.0, 0.0)
+    alone = replace(rows, prompts=rows.prompts[:1])
+    assert log_gain(one, other, alone, profile)[1] == 0.0
+
+    def trial(policy: str, value: float, params: dict[str, Any]) -> optuna.trial.FrozenTrial:
+        kinds = {k: optuna.distributions.CategoricalDistribution((v,)) for k, v in params.items()}
+        return optuna.trial.create_trial(value=value, params=params, distributions=kinds,
+                                         user_attrs={"result": {"policy": policy}})  # fmt: skip
+
+    plain = trial("confidence:budget=2", 1.0, yardsticks(SHAPE.depth, TOP_K)[0])
+    for policy, found in (("confidence:budget=2,depth=3", False), ("throughput:pause=0,acceptance=head", True)):
+        searched = trial(policy, 1.01, {"policy": policy})
+        searched.number = 1
+        assert (settled([searched, plain], rows, profile, TOP_K) is searched) == found
