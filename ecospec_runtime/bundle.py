@@ -163,7 +163,7 @@ def parse_json_file(path: Path, model: type[BaseModel]) -> Any:
     except FileNotFoundError:
         raise UserError(f"{path}: missing; export the bundle again or copy the whole folder") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); check its permissions or export again") from None
+        raise UserError(f"{path}: cannot be read ({error}); copy or export it again") from None
     try:
         return model.model_validate(json.loads(text))
     except UserError as error:  # a nested configuration names its own key
@@ -175,7 +175,9 @@ def parse_json_file(path: Path, model: type[BaseModel]) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "(whole file)"
-        raise UserError(f"{path}: key '{key}': {first['msg']}; it was written by another version or edited") from None
+        raise UserError(
+            f"{path}: key '{key}': {first['msg']}; it was written by another version or edited; export it again"
+        ) from None
 
 
 def load_bundle(folder: str | Path) -> Bundle:
@@ -208,7 +210,7 @@ def _check_file(path: Path, info: FileInfo) -> None:
     size = path.stat().st_size
     if size != info.bytes:
         raise UserError(
-            f"{path}: {size} bytes, the manifest says {info.bytes} (truncated copy?); copy or export it again"
+            f"{path}: {size} bytes, the manifest says {info.bytes} (cut short or edited?); copy or export it again"
         )
     if file_sha256(path) != info.sha256:
         raise UserError(f"{path}: content does not match its sha256 in the manifest (edited?); copy or export it again")

@@ -8,6 +8,7 @@ operations, so that its tokens stay those of `generate`.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ecospec_kernels import dispatch
 from ecospec_kernels.expert_mlp.reference import module_experts
 from ecospec_kernels.pages import use_huge_pages
+from ecospec_runtime.console import note
 
 NAME = "ecospec"
 
@@ -138,6 +140,8 @@ def install(model: Any, device: str | torch.device | None = None) -> None:
     place = torch.device(device) if device is not None else next(model.parameters()).device
     if place.type != "cpu" or not dispatch.ENABLED:
         return
+    if sys.stderr.isatty() and dispatch.compiles_first():
+        note("compiling the CPU kernels: once, up to a minute")
     for parameter in model.parameters():
         use_huge_pages(parameter)
     if model.dtype != torch.bfloat16:

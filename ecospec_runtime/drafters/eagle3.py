@@ -172,6 +172,14 @@ class Eagle3Drafter:
         self._tree = TreeWeights(weights.layer, weights.final_norm_H, weights.lm_head_VH, embedding,
                                  np.ascontiguousarray(target_ids_V.cpu().numpy(), np.int64))  # fmt: skip
         self._rope = self._tables(self.config.max_positions)
+        if self._kernels:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Draft once, so that no decoding step waits for kernels to be compiled or loaded."""
+        sequence = self.start()
+        self.extend(sequence, [0], torch.zeros(1, self._rows.fc_HF.shape[1]))
+        self.expand(sequence, 0, PoolConfig(depth=2, beam=1, width=1))
 
     def check(self, target: Any) -> None:
         """Raise UserError if the head was made for another hidden size or vocabulary than the target's."""

@@ -49,6 +49,11 @@ def _cache_folder() -> str:
     return os.path.join(base, "ecospec", "kernels", digest.hexdigest()[:16])
 
 
+def is_cold() -> bool:
+    """Whether nothing has been compiled yet for this user and these sources: the first pass then takes up to a minute."""
+    return not any(Path(numba.config.CACHE_DIR or _cache_folder()).rglob("*.nbi"))
+
+
 def compiled(function: _F) -> _F:
     """Decorate with `numba.njit`: GIL released, machine code cached on disk (`NUMBA_CACHE_DIR` overrides where)."""
     before = numba.config.CACHE_DIR

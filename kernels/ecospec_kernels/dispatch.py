@@ -38,6 +38,11 @@ def _module(op: str, implementation: str) -> ModuleType:
     return import_module(f"ecospec_kernels.{op}.{implementation}")
 
 
+def compiles_first() -> bool:
+    """Whether the kernels have still to be compiled, which takes up to a minute once."""
+    return ENABLED and bool(import_module("ecospec_kernels.blocks").is_cold())
+
+
 def _choose(op: str, supported: bool) -> ModuleType:
     implementation = "cpu" if supported else "reference"
     CALLS[op, implementation] += 1
