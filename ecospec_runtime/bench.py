@@ -27,8 +27,7 @@ METHOD = (
 )
 PER_PASS = ("accept_length", "experts_per_layer", "nodes", "draft_ms", "predict_ms", "select_ms", "verify_ms")
 WARM_UP_TOKENS = 12
-SCREEN_KEEP = (3, 4)  # at least and at most so many policies of an acceptance model go on after the screening ...
-SCREEN_MARGIN = 0.15  # ... those this close to the fastest
+SCREEN_KEEP = 3  # `confidence` policies of an acceptance model that go on after the screening
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def measure(contestants: Sequence[Contestant], plan: Plan, tick: Callable[[], No
 
 
 def slower(contestants: Sequence[Contestant], temperature: float, samples: Samples) -> set[str]:
-    """Labels of `confidence` policies that need not go on: per acceptance model, all but those near the fastest."""
+    """Labels of `confidence` policies that need not go on: per acceptance model, all but the fastest."""
     out: set[str] = set()
     fixed = [c for c in contestants if c.spec.name == "confidence" and not c.label.endswith("(tuned)")]
     for kind in {c.acceptance for c in fixed}:
@@ -114,9 +113,7 @@ def slower(contestants: Sequence[Contestant], temperature: float, samples: Sampl
             for c in fixed
             if c.acceptance == kind
         }
-        ranked = sorted(rates, key=rates.__getitem__, reverse=True)
-        near = sum(rates[label] >= (1 - SCREEN_MARGIN) * rates[ranked[0]] for label in ranked)
-        out |= set(ranked[min(max(near, SCREEN_KEEP[0]), SCREEN_KEEP[1]) :])
+        out |= set(sorted(rates, key=rates.__getitem__, reverse=True)[SCREEN_KEEP:])
     return out
 
 
