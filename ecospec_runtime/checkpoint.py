@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import cached_file
+from transformers.utils import logging
 
 from ecospec_runtime.errors import UserError
 
 DTYPES: dict[str, torch.dtype | str] = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 _WHOLE = 4 << 20  # bytes: a tensor up to this size is hashed whole
 _SLICE, _SLICES = 64 << 10, 64
+_HUB_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "tokenizer*"]  # beside weights; subfolders hold other formats
 
 
 def resolve_folder(source: str, role: str) -> Path:
@@ -26,15 +29,27 @@ def resolve_folder(source: str, role: str) -> Path:
     if not folder.exists():
         if source.startswith((".", "/", "~")) or source.count("/") != 1:
             raise UserError(f"{role} {source}: no such folder; pass a local folder or a hub id of the form owner/name")
-        try:
-            config = cached_file(source, "config.json")
-        except OSError:
-            raise UserError(f"{role} {source}: no such local folder, and the hub has no such model in reach") from None
-        return Path(str(config)).parent
+        folder = _download(source, role)
     if not (folder / "config.json").is_file():
         raise UserError(f"{role} {source}: no config.json in this folder; pass the folder of a saved model")
     if not weight_files(folder):
         raise UserError(f"{role} {source}: no weights (*.safetensors or pytorch_model*.bin) beside config.json")
+    return folder
+
+
+def _download(source: str, role: str) -> Path:
+    """Folder of a hub id in the hub's cache, downloaded where it is not there yet: safetensors, else PyTorch files."""
+    try:
+        for weights in ("*.safetensors", "pytorch_model*.bin"):
+            folder = Path(snapshot_download(source, allow_patterns=[*_HUB_FILES, weights], ignore_patterns=["*/*"]))
+            if weight_files(folder):
+                break
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{role} {source}: no such local folder, and the hub does not give it ({reason}); check the id and the "
+            "connection, and `hf auth login` for a gated model"
+        ) from None
     return folder
 
 
@@ -58,12 +73,14 @@ def load_model(folder: Path, source: str, dtype: str) -> Any:
     """Load a causal language model on the CPU, attention sdpa or eager; raises UserError naming what is wrong."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is not supported; use one of {', '.join(DTYPES)}")
-    read_config(folder, "target")
+    if "draft_vocab_size" in read_config(folder, "target"):
+        raise UserError(f"target {source}: this is a draft head; the target is the model that it drafts for")
     try:
-        config = AutoConfig.from_pretrained(folder)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=DTYPES[dtype], output_loading_info=True
-        )
+        with _silent():
+            config = AutoConfig.from_pretrained(folder)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=DTYPES[dtype], output_loading_info=True, ignore_mismatched_sizes=True
+            )
         model, info = loaded
     except SafetensorError as error:
         raise UserError(f"target {source}: damaged weight file ({error}); copy or download it again") from None
@@ -73,9 +90,25 @@ def load_model(folder: Path, source: str, dtype: str) -> Any:
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"target {source}: {len(missing)} weights are missing from its files, first {missing[0]}")
+    for name, saved, expected in sorted(info["mismatched_keys"]):
+        raise UserError(
+            f"target {source}: {name} has shape {list(saved)}, config.json asks for {list(expected)}; config and weights "
+            "are not of one model"
+        )
     if model.config._attn_implementation not in ("sdpa", "eager"):
         model.set_attn_implementation("eager")
     return model
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the reports of transformers about weights that do not fit: what matters of them is raised."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def fingerprint(folder: Path) -> str:

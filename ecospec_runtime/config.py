@@ -32,11 +32,13 @@ class Config(BaseModel):
         try:
             return handler(data)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelt key goes first
             key = ".".join(str(part) for part in first["loc"]) or cls.__name__
             if first["type"] == "extra_forbidden":
                 remedy = _REFUSED.get(key, "supported keys: " + ", ".join(cls.model_fields))
                 raise UserError(f"{cls.__name__}: '{key}' is not supported; {remedy}") from None
+            if first["type"] == "missing":
+                raise UserError(f"{cls.__name__}: '{key}' is missing; it has no default") from None
             raise UserError(f"{cls.__name__}: '{key}' = {first['input']!r}: {first['msg']}") from None
 
 

@@ -49,7 +49,7 @@ UNSTEADY = 0.10  # relative interquartile range of repeats that says the machine
 MIN_ROUNDS = 3
 WARM_UP = 3
 TEXT = 8192  # tokens to draw rows from
-PLAIN_STEPS = 64
+PLAIN_STEPS = 16  # in each round
 DRAFTS_PER_REPEAT = 3
 BETWEEN = 4  # rows of the target's passes between timed drafts
 DRAFTED: dict[str, dict[str, int]] = {
@@ -134,12 +134,11 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     text = text_tokens(
         target, max(config.contexts) + max(TEXT, len(DRAFTED) * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1)
     )
-    passes = measure_passes(target, drafter, text, config)
+    passes, plain = measure_passes(target, drafter, text, config)
     cost = fit_pass_cost(
         np.array([p.n for p in passes], np.float64), np.array([p.union for p in passes]),
         np.array([p.context for p in passes], np.float64), np.array([p.median for p in passes]), config.seed,
     )  # fmt: skip
-    plain = plain_steps(target, text, sorted(config.contexts)[len(config.contexts) // 2], PLAIN_STEPS)
     result = base_profile(target, passes, cost, plain, config)
     drafting = measure_drafting(target, drafter, predictor, text, result, config)
     result = result.model_copy(update=drafting)
@@ -170,12 +169,18 @@ def design(config: ProfileConfig) -> list[Cell]:
     ]
 
 
-def measure_passes(target: Target, drafter: Drafter, text: list[int], config: ProfileConfig) -> list[Cell]:
-    """Time passes for every cell of the design in interleaved rounds; each one's union is recorded after it was timed."""
+def measure_passes(
+    target: Target, drafter: Drafter, text: list[int], config: ProfileConfig
+) -> tuple[list[Cell], tuple[float, float]]:
+    """Time passes for every cell of the design in interleaved rounds; each one's union is recorded after it was timed.
+
+    Every round has its plain steps too, so that a machine which slows down slows both: medians as of `plain_steps`.
+    """
     cells = design(config)
     caches = {context: prefilled(target, text[:context]) for context in config.contexts}
     rng = np.random.default_rng(config.seed)
     deadline = time.monotonic() + config.max_seconds
+    middle, plain = sorted(config.contexts)[len(config.contexts) // 2], []
     with Steps("profile: passes", config.repeats * len(cells)) as steps:
         for cell in cells[:WARM_UP]:
             run_pass(target, drafter, cell.draw(text, rng), caches[cell.context])
@@ -188,7 +193,9 @@ def measure_passes(target: Target, drafter: Drafter, text: list[int], config: Pr
                 cell.milliseconds.append(run_pass(target, drafter, rows, caches[cell.context]))
                 cell.unions.append(union_of(target, rows, caches[cell.context]))
                 steps.advance()
-    return cells
+            plain.append(plain_steps(target, text[round_ * PLAIN_STEPS :], middle, PLAIN_STEPS))
+    experts_ms, step_ms = np.median(plain, axis=0).tolist()
+    return cells, (experts_ms, step_ms)
 
 
 def prefilled(target: Target, tokens: list[int]) -> Any:

@@ -267,7 +267,7 @@ def load_eagle3(folder: Path, source: str, target: Any, dtype: str = "auto") -> 
 
 
 def fill(head: Eagle3Head, tensors: dict[str, Tensor], source: str) -> None:
-    """Copy tensors into a head; raises UserError naming the first one that is missing, unknown or misshapen."""
+    """Copy tensors into a head; raises UserError naming the first one that is missing, unknown, misshapen or not finite."""
     expected = head.state_dict()
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing:
@@ -281,4 +281,6 @@ def fill(head: Eagle3Head, tensors: dict[str, Tensor], source: str) -> None:
             raise UserError(
                 f"{source}: tensor {name} has shape {list(value.shape)}, config.json asks for {list(expected[name].shape)}"
             )
+        if not value.isfinite().all():
+            raise UserError(f"{source}: tensor {name} holds NaN or infinite values; copy or download it again")
     head.load_state_dict(tensors)

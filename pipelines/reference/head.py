@@ -49,19 +49,19 @@ def frequent_ids(path: Path, vocabulary: int, count: int = DRAFT_VOCABULARY) -> 
 
 
 def head_config(target: Qwen3MoeForCausalLM) -> HeadConfig:
-    """Architecture of the reference head: the target's heads, a dense MLP, the target's embedding."""
+    """Architecture of the reference head: the target's heads, a dense MLP, an embedding of its own."""
     c = target.config
     n = c.num_hidden_layers
     return HeadConfig(
         hidden_size=c.hidden_size, target_hidden_size=c.hidden_size, heads=c.num_attention_heads,
         kv_heads=c.num_key_value_heads, head_dim=c.head_dim, intermediate_size=INTERMEDIATE, vocab_size=c.vocab_size,
         draft_vocab_size=DRAFT_VOCABULARY, aux_layers=(2, n // 2, n - 3), rope=dict(c.rope_parameters),
-        max_positions=c.max_position_embeddings, eps=c.rms_norm_eps,
+        max_positions=c.max_position_embeddings, eps=c.rms_norm_eps, own_embedding=True,
     )  # fmt: skip
 
 
 def new_head(target: Qwen3MoeForCausalLM, ids_V: Tensor) -> Eagle3Head:
-    """A head whose layer starts as the identity and whose output matrix is the target's own rows."""
+    """A head whose layer starts as the identity and whose embedding and output matrix are the target's own rows."""
     head = Eagle3Head(head_config(target))
     for name, p in head.named_parameters():
         if p.ndim == 2:
@@ -71,12 +71,14 @@ def new_head(target: Qwen3MoeForCausalLM, ids_V: Tensor) -> Eagle3Head:
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[ids_V])
         head.norm.weight.copy_(target.model.norm.weight)
+        head.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
     return head
 
 
 def load_head(folder: Path, target: Qwen3MoeForCausalLM) -> tuple[Eagle3Head, Tensor]:
-    """An earlier head in the flat layout, in float32, and its target ids."""
+    """An earlier head in the flat layout, in float32, and its target ids; one without an embedding starts on the target's."""
     tensors = read_tensors(folder)
+    tensors.setdefault("embed_tokens.weight", target.model.embed_tokens.weight.detach())
     config = read_head_config(folder, SimpleNamespace(config=target.config), tensors)
     ids_V = checked_map(config, tensors, str(folder))
     head = Eagle3Head(config)
@@ -199,19 +201,19 @@ class HeadModule(L.LightningModule):
         return min(1.0, float(self.trainer.strategy.broadcast(elapsed)))
 
     @torch.no_grad()
-    def teach(self, ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's embeddings `[B, T, H]`, features `[B, T, F]` and probabilities of draft tokens `[B, T, V]`."""
+    def teach(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's features `[B, T, F]` and probabilities of draft tokens `[B, T, V]`."""
         target = self._frozen[0]
         out = target.model(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
         features = torch.cat([out.hidden_states[i] for i in self.head.config.aux_layers], dim=-1)
         probabilities = target.lm_head(out.last_hidden_state).softmax(-1)[..., self.ids]
-        return target.model.embed_tokens(ids_BT), features, probabilities
+        return features, probabilities
 
     def losses(self, ids_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Per unrolled step: cross-entropy per row and the share of rows whose best token is the target's best."""
-        embed, features, probabilities = self.teach(ids_BT)
+        features, probabilities = self.teach(ids_BT)
         w = self.head.weights()
-        unroll = Unroll(w, embed, features, self._rope)
+        unroll = Unroll(w, self.head.embed_tokens(ids_BT), features, self._rope)
         results = [self._compare(w.logits(unroll.first()), probabilities[:, 1:])]
         last = unroll.rows - self.steps
         count = max(1, int(last * self.share))
@@ -261,10 +263,10 @@ class HeadModule(L.LightningModule):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for the layer's matrices, AdamW for the output matrix and the norms."""
+        """Muon for the layer's matrices, AdamW for embedding, output matrix and norms."""
         matrices, rest = [], []
         for name, p in self.head.named_parameters():
-            (matrices if p.ndim == 2 and "lm_head" not in name else rest).append(p)
+            (rest if p.ndim < 2 or name.startswith(("lm_head", "embed_tokens")) else matrices).append(p)
         muon = Muon([{"params": matrices, "base_lr": self.lr}], lr=self.lr, weight_decay=0.01)
         groups = [{"params": rest, "base_lr": self.lr / 2}]
         adam = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)

@@ -102,6 +102,10 @@ def _without(name: str) -> Edit:
     return lambda tensors, config: tensors.__delitem__(name)
 
 
+def _not_a_number(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    tensors["fc.weight"][0, 0] = torch.nan
+
+
 def _setting(**values: Any) -> Edit:
     return lambda tensors, config: config.update(values)
 
@@ -119,6 +123,7 @@ def _tensor(name: str, *shape: int) -> Edit:
         (_without("t2d"), "t2d is missing"),
         (_without("fc.weight"), "fc.weight is missing"),
         (_without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
+        (_not_a_number, "fc.weight holds NaN"),
         (_setting(draft_vocab_size=200), "200 .* larger than the target's 96"),
         (_setting(vocab_size=128), "128 tokens, the target has 96"),
         (_setting(target_hidden_size=64), "hidden size 64, this one has 32"),

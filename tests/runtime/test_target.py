@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from ecospec_runtime import checkpoint
 from ecospec_runtime.checkpoint import fingerprint
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
@@ -197,6 +198,8 @@ def _truncate(folder: Path) -> None:
         (_truncate, "damaged weight file"),
         (_drop_weight, "1 weights are missing.*layers.2"),
         (lambda f: _edit_config(f, model_type="nonsense"), "cannot load it"),
+        (lambda f: _edit_config(f, moe_intermediate_size=24), r"experts.down_proj has shape \[.*config.json asks for"),
+        (lambda f: _edit_config(f, draft_vocab_size=48), "this is a draft head"),
         (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
     ],
 )
@@ -207,6 +210,49 @@ def test_damaged_folder_is_one_clear_line(tiny_target_dir: Path, tmp_path: Path,
         Target.from_pretrained(folder)
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
+
+
+def test_a_hub_id_takes_the_whole_checkpoint(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
+    """From a cache laid out as the hub's client lays it out; the id of another model is one clear line."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--moe"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    shutil.copytree(tiny_target_dir, repository / "snapshots" / "c0ffee")
+    assert Target.from_pretrained("someone/moe").fingerprint == target.fingerprint
+    with pytest.raises(UserError, match=r"someone/else.*hub does not give it") as caught:
+        Target.from_pretrained("someone/else")
+    assert "\n" not in str(caught.value)
+
+
+def test_only_the_files_of_one_format_are_downloaded(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors where the repository has them, else PyTorch files, never both and nothing from subfolders."""
+    asked: list[str] = []
+
+    def download(source: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(allow_patterns[-1])
+        assert ignore_patterns == ["*/*"]
+        folder = tmp_path / "snapshot"
+        shutil.copytree(tiny_target_dir, folder, dirs_exist_ok=True)
+        weights = folder / "model.safetensors"
+        if pickled:
+            weights.unlink()
+            if "bin" in allow_patterns[-1]:
+                (folder / "pytorch_model.bin").touch()
+        return str(folder)
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    pickled = False
+    assert checkpoint.weight_files(checkpoint.resolve_folder("a/b", "target"))[0].suffix == ".safetensors"
+    assert asked == ["*.safetensors"]
+    pickled = True
+    assert checkpoint.weight_files(checkpoint.resolve_folder("a/b", "target"))[0].suffix == ".bin"
+    assert asked[1:] == ["*.safetensors", "pytorch_model*.bin"]
 
 
 def test_missing_folder_dense_model_and_dtype_are_refused(tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ def test_broken_files(tmp_path: Path) -> None:
     for text, expected in (
         ("a: [1\nb: 2", "not valid YAML at line"),
         ("- 1", "not a mapping"),
-        ("name: x", "'target'"),
+        ("name: x", "'target' is missing"),
+        ("name: x\ncolour: 1", "'colour' is not supported"),  # a misspelt key is the likelier fault
     ):
         (tmp_path / "p.yaml").write_text(text)
         with pytest.raises(UserError, match=expected):
