@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from ecospec_runtime.config import PoolConfig
@@ -54,6 +55,16 @@ def test_saved_head_loads_with_the_right_layers_and_map(folder: Path, target: Ta
     assert again.config.aux_layers == (2, 3, 4)
 
 
+def test_a_head_without_an_embedding_goes_on_from_the_targets(folder: Path, target: Target) -> None:
+    assert isinstance(target.model, Qwen3MoeForCausalLM)
+    tensors = load_file(folder / "model.safetensors")
+    own = tensors.pop("embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors")
+    head, _ = reference.load_head(folder, target.model)
+    torch.testing.assert_close(head.embed_tokens.weight.data, target.model.model.embed_tokens.weight.data)
+    assert not torch.equal(head.embed_tokens.weight.data, own.float())
+
+
 def test_unrolled_steps_are_what_drafting_computes(folder: Path, target: Target) -> None:
     drafter: Any = load_drafter(folder, target)
     generator = torch.Generator().manual_seed(6)
@@ -64,9 +75,9 @@ def test_unrolled_steps_are_what_drafting_computes(folder: Path, target: Target)
     pool = drafter.expand_many(sequence, [start], PoolConfig(depth=steps + 1, beam=1, width=1))[0]
     ids[start + 2 : start + 2 + len(pool)] = torch.from_numpy(pool.tokens)  # the text goes on as the drafter proposes
     head, _ = reference.load_head(folder, target.model)  # type: ignore[arg-type]
-    embed = target.embed(ids).clone()
-    unroll = reference.Unroll(head.weights(), embed[None], features[None], rope_tables(head.config, 64))
     with torch.no_grad():
+        embed = head.embed_tokens(ids)
+        unroll = reference.Unroll(head.weights(), embed[None], features[None], rope_tables(head.config, 64))
         first = unroll.first()[0]
         torch.testing.assert_close(first[: start + 1], sequence.states[: start + 1], rtol=1e-4, atol=1e-4)
         unroll.choose(torch.tensor([2, start]))
@@ -80,7 +91,7 @@ def test_teacher_gives_the_layers_and_probabilities_that_drafting_meets(folder: 
     head, ids = reference.load_head(folder, target.model)
     module = reference.HeadModule(target.model, head, ids, minutes=1, lr=1e-3, steps=2, share=1.0)
     window = torch.randint(1, 96, (2, 20), generator=torch.Generator().manual_seed(8))
-    _, features, probabilities = module.teach(window)
+    features, probabilities = module.teach(window)
     out = target.forward(window[0], torch.arange(20), None, target.new_cache(), aux_layers=(2, 3, 4))
     assert out.aux is not None
     assert out.logits is not None
