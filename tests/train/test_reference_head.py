@@ -100,6 +100,8 @@ def test_teacher_gives_the_layers_and_probabilities_that_drafting_meets(folder: 
     results = module.losses(window)
     assert len(results) == 3
     assert all(torch.isfinite(loss) for loss, _ in results)
+    results[0][0].backward()
+    assert head.embed_tokens.weight.grad is not None, "the head's own embedding is what is trained"
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
