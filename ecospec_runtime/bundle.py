@@ -11,22 +11,22 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ecospec_runtime.acceptance import AcceptanceKind, AcceptanceModel
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.policies import PolicySpec
+from ecospec_runtime.policies import PolicySpec, build_policy
 from ecospec_runtime.predictor import ONNX_FILE, Predictor, PredictorManifest, check_interface, open_session
 
 if TYPE_CHECKING:
     from ecospec_runtime.drafters.base import Drafter
     from ecospec_runtime.target import Target
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 REQUIRED = ("predictor.onnx", "predictor.safetensors", "acceptance.json")
 _CHUNK = 1 << 20
@@ -95,7 +95,7 @@ class Manifest(Strict):
 class DevicePolicy(Strict):
     """`policies/<slug>.json`: what `tune` chose for one device, and why."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = SCHEMA_VERSION
     policy: str
     parameters: dict[str, Any]
     acceptance: AcceptanceKind | None = None
@@ -104,6 +104,11 @@ class DevicePolicy(Strict):
     reason: str = ""  # one line; for `off`: why speculation does not pay here
     profile: DeviceProfile
     results: dict[str, Any]  # replayed tokens per second and speed-up of this policy, `off` and the best `confidence`
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Self:
+        build_policy(self.spec)
+        return self
 
     @property
     def spec(self) -> PolicySpec:

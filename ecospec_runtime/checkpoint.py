@@ -84,7 +84,7 @@ def load_model(folder: Path, source: str, dtype: str) -> Any:
         model, info = loaded
     except SafetensorError as error:
         raise UserError(f"target {source}: damaged weight file ({error}); copy or download it again") from None
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # transformers raises whatever its parts raise
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"target {source}: transformers cannot load it ({line})") from None
     missing = sorted(info["missing_keys"])
@@ -98,6 +98,20 @@ def load_model(folder: Path, source: str, dtype: str) -> Any:
     if model.config._attn_implementation not in ("sdpa", "eager"):
         model.set_attn_implementation("eager")
     return model
+
+
+def check_device(device: str) -> None:
+    """Raise UserError unless tensors can live on `device`."""
+    try:
+        usable = torch.zeros(1, device=device).device.type != "meta"
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        usable, reason = False, f" ({str(error).splitlines()[0]})"
+    else:
+        reason = ""
+    if not usable:
+        raise UserError(
+            f"device '{device}' cannot be used here{reason}; cpu always can, cuda needs a GPU and a torch for it"
+        )
 
 
 @contextmanager

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ecospec_runtime.console import PLAIN_WIDTH, check_writable, console, handled, new_app, note, write_json
+from ecospec_runtime.console import (
+    MOST_THREADS,
+    PLAIN_WIDTH,
+    check_writable,
+    console,
+    handled,
+    new_app,
+    note,
+    write_json,
+)
 from ecospec_runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +35,9 @@ TargetOption = Annotated[str | None, typer.Option(help="Local folder or hub id; 
 DrafterOption = Annotated[str | None, typer.Option(help="Local folder or hub id; default: the one the bundle names.")]
 DtypeOption = Annotated[str, typer.Option(help="auto (as saved), float32 or bfloat16.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's own choice.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; default: torch's own choice.")
+]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
 
@@ -95,8 +106,8 @@ def generate(
 
 def stream_one(engine: Engine, text: str, ids: list[int], config: Any) -> dict[str, Any]:
     """Print prompt and continuation as it comes; returns the JSON entry."""
-    sys.stdout.write(text)
     stream = engine.generate(ids, config)
+    sys.stdout.write(text)
     tokens = []
     for token in stream:
         tokens.append(token)

@@ -21,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 PLAIN_WIDTH = 176
 USER_MISTAKE = 2
 INTERRUPTED = 130
+MOST_THREADS = 1024  # more than ever help; OpenMP crashes on absurd numbers
 _DISK = {
     errno.EACCES: "no permission; choose another place or change its permissions",
     errno.EPERM: "no permission; choose another place or change its permissions",
@@ -111,7 +112,11 @@ def write_json(path: Path | None, value: Any) -> None:
     """Write `value` as JSON, through a rename so that a reader never sees half a file. No path, no file."""
     if path is None:
         return
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    if path.exists() and not path.is_file():  # a device or pipe, such as /dev/stdout, must stay one
+        path.write_text(text, encoding="utf-8")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Milliseconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
 class DeviceProfile(BaseModel):
@@ -13,26 +17,26 @@ class DeviceProfile(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
     device: str  # human-readable name
-    slug: str  # file-name form of device, dtype and threads
+    slug: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # file-name form of device, dtype and threads
     dtype: str
-    threads: int
+    threads: int = Field(ge=1)
     versions: dict[str, str]
-    fixed_ms: float
-    per_token_ms: float
-    per_expert_ms: float
-    per_context_ms: float = 0.0  # per cached token
-    draft_level_ms: float = 0.0  # each further level of the drafter
-    draft_node_ms: float = 0.0  # each node that is expanded there
-    draft_fixed_ms: float = 0.0  # catch-up plus first level
-    predict_ms: float = 0.0  # prediction for a root
-    predict_node_ms: float = 0.0  # for each node of the pool beside it
-    select_ms: float = 0.0
-    heldout_error: float  # mean relative error on passes the fit has not seen
-    plain_ms: float  # measured plain step, in a run of them
-    plain_saving_ms: float = 0.0  # what the formula says beyond that: such a step finds experts still warm
-    expert_share: float  # share of a plain step spent in expert modules, measured
+    fixed_ms: Milliseconds
+    per_token_ms: Milliseconds
+    per_expert_ms: Milliseconds
+    per_context_ms: Milliseconds = 0.0  # per cached token
+    draft_level_ms: Milliseconds = 0.0  # each further level of the drafter
+    draft_node_ms: Milliseconds = 0.0  # each node that is expanded there
+    draft_fixed_ms: Milliseconds = 0.0  # catch-up plus first level
+    predict_ms: Milliseconds = 0.0  # prediction for a root
+    predict_node_ms: Milliseconds = 0.0  # for each node of the pool beside it
+    select_ms: Milliseconds = 0.0
+    heldout_error: float = Field(ge=0.0, allow_inf_nan=False)  # mean relative error on passes the fit has not seen
+    plain_ms: float = Field(gt=0.0, allow_inf_nan=False)  # measured plain step, in a run of them
+    plain_saving_ms: Milliseconds = 0.0  # what the formula says beyond that: such a step finds experts still warm
+    expert_share: float = Field(ge=0.0, le=1.0)  # share of a plain step spent in expert modules, measured
 
     def pass_ms(self, nodes: int, union: int, context: int = 0) -> float:
         """Predicted time of a pass over `nodes` tokens (root included) that touches `union` (layer, expert) pairs."""

@@ -26,6 +26,7 @@ from ecospec_runtime.errors import UserError
 from ecospec_runtime.gate import DraftGate
 from ecospec_runtime.policies.base import Pausing, Policy, deepest
 from ecospec_runtime.pool import Pool
+from ecospec_runtime.prompts import Prompt
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.statistics import Statistics
@@ -221,7 +222,7 @@ class Engine:
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         tokenizer = self.target.tokenizer
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = Prompt(prompt).encode(tokenizer) if isinstance(prompt, str) else list(prompt)
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         if not ids:

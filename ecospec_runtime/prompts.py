@@ -28,7 +28,14 @@ class Prompt:
     templated: bool = False
 
     def encode(self, tokenizer: Any, limit: int | None = None) -> list[int]:
-        """Token ids; with a `limit`, the last `limit` of them."""
+        """Token ids; with a `limit`, the last `limit` of them. UserError for text that is not Unicode."""
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"the prompt is not valid text at character {error.start + 1} (half of a UTF-16 pair, or a byte that is not "
+                "UTF-8); remove it"
+            ) from None
         ids: list[int] = tokenizer(self.text, add_special_tokens=not self.templated)["input_ids"]
         return ids if limit is None else ids[-limit:]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ecospec_runtime.cache import TargetCache
-from ecospec_runtime.checkpoint import fingerprint, load_model, resolve_folder
+from ecospec_runtime.checkpoint import check_device, fingerprint, load_model, resolve_folder
 from ecospec_runtime.compute import install
 from ecospec_runtime.errors import UserError
 
@@ -74,6 +74,7 @@ class Target:
         """Load a local folder or hub id. `dtype` is float32, bfloat16 or auto (as saved). Raises UserError."""
         source = str(id_or_folder)
         folder = resolve_folder(source, "target")
+        check_device(device)
         model = load_model(folder, source, dtype).to(device)
         install(model)
         try:
@@ -204,6 +205,11 @@ class Target:
 
     def _probe(self) -> int:
         """Run one token to learn top-k and prove that hooks and cache work; returns top-k."""
+        asked = getattr(self.config, "num_experts_per_tok", None)
+        if isinstance(asked, int) and not 0 < asked <= self.experts:
+            raise UserError(
+                f"target {self.source}: config.json says num_experts_per_tok {asked}, the model has {self.experts} experts"
+            )
         token = torch.zeros(1, dtype=torch.long, device=self.device)
         output = self.forward(token, token, None, self.new_cache(), routing=True)
         if len(output.routing_layers) != self.moe_layers:

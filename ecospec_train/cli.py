@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ecospec_runtime.cli import set_threads
+from ecospec_runtime.cli import ThreadsOption, set_threads
 from ecospec_runtime.console import check_writable, handled, new_app, note, write_json
 from ecospec_runtime.errors import UserError
 
@@ -21,7 +21,6 @@ TargetOption = Annotated[str, typer.Option(help="Local folder or hub id of the t
 DrafterOption = Annotated[str, typer.Option(help="Local folder or hub id of the drafter.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Any other setting, key=value; may be repeated.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's own choice.")]
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import shutil
@@ -144,5 +145,9 @@ def replacing(out: Path) -> Iterator[Path]:
         if out.exists():
             shutil.rmtree(out)
         draft.rename(out)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(f"{out}: no space left on the device; free some or choose another --out") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -55,7 +55,7 @@ class FitConfig(Config):
 
     traces: Path
     out: Path
-    width: int = Field(default=192, ge=8)  # of the trunk; 512 for targets with thousands of experts in all
+    width: int = Field(default=192, ge=8, le=8192)  # of the trunk; 512 for targets with thousands of experts in all
     epochs: int = Field(default=12, ge=1)
     max_seconds: float | None = Field(default=75.0, gt=0)  # training stops earlier; the schedule knows
     batch_positions: int = Field(default=32, ge=1)
@@ -64,7 +64,7 @@ class FitConfig(Config):
     lr: float = Field(default=4e-3, gt=0)
     weight_decay: float = Field(default=0.5, ge=0)
     heldout: float = Field(default=0.15, gt=0, lt=1)  # share of the prompts
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     devices: int = Field(default=1, ge=1)
     accelerator: str = "auto"
 

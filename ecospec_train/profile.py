@@ -19,15 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ecospec_runtime.config import Config, GenerationConfig, PoolConfig
-from ecospec_runtime.console import check_writable, note, write_json
+from ecospec_runtime.console import MOST_THREADS, check_writable, note, write_json
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.drafters import Drafter, load_drafter
 from ecospec_runtime.errors import UserError
@@ -43,6 +43,7 @@ from ecospec_train.cost_model import PassCost, fit_pass_cost
 from ecospec_train.steps import Steps
 
 T = TypeVar("T")
+Count = Annotated[int, Field(ge=1)]
 
 BAD_FIT = 0.05  # held-out relative error above which the profile is not to be trusted
 UNSTEADY = 0.10  # relative interquartile range of repeats that says the machine is busy
@@ -69,13 +70,22 @@ class ProfileConfig(Config):
     predictor: Path | None = None  # to time prediction too; without one it counts as free
     dtype: str = "auto"
     device: str = "auto"  # cuda where there is one
-    threads: int | None = Field(default=None, ge=1)  # None: as the process is set
+    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)  # None: as the process is set
     pool: PoolConfig = PoolConfig()
-    tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # rows of the timed passes: where speculation pays
-    contexts: tuple[int, ...] = (48, 160, 384)  # cached tokens before them
+    # Rows of the timed passes: where speculation pays. 1 is a plain step.
+    tokens: tuple[Count, ...] = Field(default=(1, 2, 3, 4, 5, 6, 8, 10, 12, 16), min_length=2)
+    contexts: tuple[Count, ...] = Field(default=(48, 160, 384), min_length=1)  # cached tokens before them
     repeats: int = Field(default=9, ge=MIN_ROUNDS)
     max_seconds: float = Field(default=40.0, gt=0)  # timed passes stop then, after at least three rounds
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
+
+    @model_validator(mode="after")
+    def _plain_and_more(self) -> Self:
+        if 1 not in self.tokens or len(set(self.tokens)) < 2:
+            raise UserError(
+                f"ProfileConfig: 'tokens' = {self.tokens}: give 1, a plain step, and at least one other number"
+            )
+        return self
 
 
 @dataclass

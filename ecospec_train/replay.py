@@ -96,8 +96,11 @@ def load_rows(
     if manifest.stride != 1:
         raise UserError(f"{traces.path}: replay needs a pool at every position; harvest with --stride 1")
     if predictor is not None and predictor.manifest.target["fingerprint"] != manifest.target.fingerprint:
-        made = str(predictor.manifest.target["id"])
-        raise UserError(f"{traces.path}: traces of {manifest.target.id}, but the predictor was fitted for {made}")
+        made, weights = (str(predictor.manifest.target[key]) for key in ("id", "fingerprint"))
+        raise UserError(
+            f"{traces.path}: traces of {manifest.target.id} (weights {manifest.target.fingerprint[:12]}), but the predictor was "
+            f"fitted for {made} (weights {weights[:12]}); fit one on these traces"
+        )
     kind: AcceptanceKind = "raw" if predictor is None else "head"
     scorer = Scorer(predictor, kind, manifest.target.moe_layers, manifest.target.experts)
     embed = traces.embedding()

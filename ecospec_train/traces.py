@@ -257,7 +257,19 @@ class Traces:
 
     def shard(self, index: int) -> TraceShard:
         """One shard of the manifest's list, its hash checked."""
-        return _to_shard(self._load(self.manifest.shards[index]), self.manifest)
+        record, target = self.manifest.shards[index], self.manifest.target
+        table = self._load(record)
+        try:
+            shard = _to_shard(table, self.manifest)
+            sound = shard.routing.max(initial=0) < target.experts and shard.tokens.max(initial=0) < target.vocab_size
+        except ValueError:  # cannot be cut into rows of these sizes
+            sound = False
+        if not sound:
+            raise UserError(
+                f"{self.path / MANIFEST}: says {target.moe_layers} MoE layers of {target.experts} experts, top-k {target.top_k}, and "
+                f"{target.vocab_size} tokens, which is not what {record.file} holds; restore it or harvest again"
+            )
+        return shard
 
     def embedding(self) -> Callable[[Sequence[int] | NDArray[Any]], Floats]:
         """The target's input embedding of the traces' tokens: a callable from token ids [n] to rows [n, H]."""
@@ -269,7 +281,7 @@ class Traces:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be read ({error}); restore it or harvest again") from None
-        place = np.full(self.manifest.target.vocab_size, -1, np.int64)
+        place = np.full(max(self.manifest.target.vocab_size, 1 + int(tensors["ids"].max(initial=0))), -1, np.int64)
         place[tensors["ids"]] = np.arange(len(tensors["ids"]))
         table_uH = tensors["table"]
 
@@ -314,6 +326,8 @@ def read_manifest(folder: Path) -> TraceManifest:
         raise UserError(f"{path}: schema_version is {version}, this release reads {SCHEMA_VERSION}; harvest again")
     try:
         return TraceManifest.model_validate(raw)
+    except UserError as error:  # a nested configuration names its own key
+        raise UserError(f"{path}: {error}; harvest again") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: key '{'.'.join(map(str, first['loc']))}': {first['msg']}; harvest again") from None

@@ -59,7 +59,7 @@ class TuneConfig(Config):
     positions: int = Field(default=2000, ge=1)  # most positions to tune on, and to confirm on
     confirm: float = Field(default=0.4, gt=0, lt=1)  # share of the prompts that is set aside for confirming
     margin: float = Field(default=0.02, ge=0)  # gain over `off` up to which it counts as noise
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
 
 
 class TuneReport(Config):
@@ -84,11 +84,11 @@ def tune(config: TuneConfig, on_trial: OnTrial | None = None) -> TuneReport:
     traces = Traces(config.traces)
     prepare_folder(config.out)
     tuning_prompts, confirming_prompts = split_prompts(traces, predictor, config)
+    study = open_study(config, profile, traces)
     note(
         f"tune: scoring the pools of {len(tuning_prompts)} prompts to tune on, {len(confirming_prompts)} to confirm on"
     )
     tuning = load_rows(traces, predictor, tuning_prompts, config.positions)
-    study = open_study(config, profile, traces)
     run_trials(study, tuning, profile, traces.manifest.target, config, on_trial)
     confirming = load_rows(traces, predictor, confirming_prompts, config.positions)
     report = conclude(study, tuning, confirming, profile, traces.manifest.target, config)
@@ -148,7 +148,8 @@ def open_study(config: TuneConfig, profile: DeviceProfile, traces: Traces) -> op
         # Seeded by what is already there: a continued study must not draw the same points again.
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials), n_startup_trials=20)
     except Exception as error:  # storage drivers raise families of their own
-        raise UserError(f"storage {url}: cannot be opened ({str(error).splitlines()[0]}); check --storage") from None
+        remedy = "check --storage" if config.storage else "remove that file if it is damaged, or use another --out"
+        raise UserError(f"storage {url}: cannot be opened ({str(error).splitlines()[0]}); {remedy}") from None
     known = study.user_attrs.get("inputs")
     if known not in (None, digest):
         raise UserError(

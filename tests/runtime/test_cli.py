@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 from ecospec_runtime import doctor, engine
 from ecospec_runtime.bundle import load_bundle
 from ecospec_runtime.cli import app
+from ecospec_runtime.console import write_json
 from ecospec_runtime.target import Target
 from tests.bundles import this_slug, write_bundle
 from tests.conftest import save_tiny_drafter, save_tiny_target
@@ -136,6 +138,9 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "dtype": (("generate", "--prompt", "a", "--dtype", "int3"), "int3"),
     "policy": (("generate", "--prompt", "a", "--policy", "magic"), "'magic' is unknown"),
     "parameter": (("generate", "--prompt", "a", "--policy", "ratio:speed=3"), "'speed'"),
+    "device": (("generate", "--prompt", "a", "--device", "foo"), "device 'foo' cannot be used here"),
+    "meta device": (("generate", "--prompt", "a", "--device", "meta"), "device 'meta' cannot be used here"),
+    "half a pair": (("generate", "--prompt", "a\ud800"), "not valid text at character 2"),
     "missing prompts": (("generate", "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
     "empty prompts": (("generate", "--prompts", "EMPTY"), "empty.jsonl: no usable prompt"),
     "malformed prompts": (("generate", "--prompts", "BROKEN"), "broken.jsonl, line 3"),
@@ -160,12 +165,30 @@ def test_a_mistake_is_one_line(name: str, tiny_bundle: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("generate",), ("generate", "--nonsense"), ("bench", "--count", "x"), ("fly",)]
+    "arguments",
+    [
+        (),
+        ("generate",),
+        ("generate", "--nonsense"),
+        ("bench", "--count", "x"),
+        ("fly",),
+        ("generate", "--bundle", "b", "--prompt", "a", "--threads", "1000000"),
+    ],
 )
 def test_usage_errors_exit_with_2(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+def test_json_to_a_pipe_leaves_it_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(pipe, {"a": 1})
+    assert json.loads(os.read(reader, 100)) == {"a": 1}
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_ctrl_c_is_130(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,8 @@ def _truncate(folder: Path) -> None:
         (_drop_weight, "1 weights are missing.*layers.2"),
         (lambda f: _edit_config(f, model_type="nonsense"), "cannot load it"),
         (lambda f: _edit_config(f, moe_intermediate_size=24), r"experts.down_proj has shape \[.*config.json asks for"),
+        (lambda f: _edit_config(f, num_experts_per_tok=100), "num_experts_per_tok 100, the model has"),
+        (lambda f: _edit_config(f, hidden_size="big"), "hidden_size"),
         (lambda f: _edit_config(f, draft_vocab_size=48), "this is a draft head"),
         (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
     ],

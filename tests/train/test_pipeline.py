@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -229,6 +230,39 @@ def test_export_refuses_what_does_not_belong(parts: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"policy": "zzz"}, "'zzz' is unknown"),
+        ({"policy": "ratio", "parameters": {"foo": 1}}, "no parameter 'foo'"),
+        ({"policy": "throughput", "parameters": {"price": float("nan")}}, "'price'"),
+        ({"schema_version": 9}, "schema_version"),
+        ({"profile": {"slug": "../../evil"}}, "slug"),
+    ],
+)
+def test_export_refuses_a_policy_that_cannot_be_built(
+    changes: dict[str, Any], expected: str, parts: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(parts / "policy", tmp_path / "policy"))
+    (path,) = (folder / "policies").glob("*.json")
+    values = json.loads(path.read_text())
+    profile = values["profile"] | changes.pop("profile", {})
+    path.write_text(json.dumps(values | {"profile": profile} | changes))
+    with pytest.raises(UserError, match=rf"{path.name}: .*{expected}"):
+        export(ExportConfig(predictor=parts / "predictor", policy=(folder,), out=tmp_path / "b"))
+    assert {p.name for p in tmp_path.iterdir()} == {"policy"}, "nothing was written"
+
+
+def test_a_full_disk_blames_the_bundle(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, place: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(UserError, match="b: no space left"):
+        export(ExportConfig(predictor=parts / "predictor", policy=(parts / "policy",), out=tmp_path / "b"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_export_replaces_an_older_bundle(parts: Path, tmp_path: Path) -> None:
     config = ExportConfig(predictor=parts / "predictor", policy=parts / "policy", out=tmp_path / "b")  # type: ignore[arg-type]
     export(config)
@@ -254,6 +288,8 @@ def run(*arguments: Any) -> Result:
         (("tune", "--traces", "t", "--predictor", "p", "--profile", "nowhere.json", "--out", "o"), "nowhere.json"),
         (("export", "--predictor", "nowhere", "--policy", "p", "--out", "o"), "nowhere"),
         (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
+        (("fit", "--traces", "t", "--out", "o", "--set", "seed=-1"), "'seed'"),
+        (("fit", "--traces", "t", "--out", "o", "--set", "width=10000000"), "'width'"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(arguments: tuple[str, ...], expected: str, tmp_path: Path,

@@ -116,3 +116,6 @@ def test_mistakes_are_named(quick: ProfileConfig, tmp_path: Path) -> None:
         profile(quick.model_copy(update={"out": tmp_path}))
     with pytest.raises(UserError, match="repeats"):
         ProfileConfig(target="t", drafter="d", out=tmp_path / "p.json", repeats=1)
+    for tokens in ((), (1,), (2, 3), (-1, 1)):
+        with pytest.raises(UserError, match="tokens"):
+            ProfileConfig(target="t", drafter="d", out=tmp_path / "p.json", tokens=tokens)

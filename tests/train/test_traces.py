@@ -180,6 +180,15 @@ def _flip(folder: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+def _edit_target(**changes: Any) -> Any:
+    def edit(folder: Path) -> None:
+        raw = json.loads((folder / "manifest.json").read_text())
+        raw["target"] |= changes
+        (folder / "manifest.json").write_text(json.dumps(raw))
+
+    return edit
+
+
 def _edit_manifest(**changes: Any) -> Any:
     def edit(folder: Path) -> None:
         raw = json.loads((folder / "manifest.json").read_text())
@@ -200,6 +209,10 @@ def _edit_manifest(**changes: Any) -> Any:
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json: cannot be read"),
         (lambda f: (f / "manifest.json").write_text("[]"), "schema_version is None"),
         (lambda f: (f / "manifest.json").unlink(), "holds no traces"),
+        (_edit_target(moe_layers=9), "says 9 MoE layers.*not what shard-00-00000.parquet holds"),
+        (_edit_target(experts=1), "of 1 experts.*not what"),
+        (_edit_target(vocab_size=1), "1 tokens, which is not what"),
+        (_edit_manifest(pool={"depth": -1}), "manifest.json: PoolConfig: 'depth'"),
         (lambda f: (f / EMBEDDING).write_bytes(b"x"), "embedding.safetensors: corrupt"),
         (lambda f: (f / EMBEDDING).unlink(), "embedding.safetensors: cannot be read"),
     ],

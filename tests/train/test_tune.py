@@ -164,6 +164,20 @@ def test_mistakes_are_one_clear_line(config: TuneConfig, tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"profile\.json"):
         tune(config)
     write_profile(config.profile, **CHEAP)
+    sound = json.loads(config.profile.read_text())
+    for key, value in {"plain_ms": float("inf"), "per_token_ms": float("nan"), "per_expert_ms": -1, "threads": 0,
+                       "slug": "../evil", "schema_version": 7}.items():  # fmt: skip
+        config.profile.write_text(json.dumps(sound | {key: value}))
+        with pytest.raises(UserError, match=rf"profile\.json: {key}"):
+            tune(config)
+    config.profile.write_text(json.dumps(sound))
+    with pytest.raises(UserError, match="'seed'"):
+        TuneConfig(**(config.model_dump() | {"seed": -1}))
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "study.db").write_bytes(b"no database " * 99)
+    with pytest.raises(UserError, match=r"cannot be opened.*remove that file"):
+        tune(config.model_copy(update={"out": damaged}))
     with pytest.raises(UserError, match="cannot be opened"):
         tune(config.model_copy(update={"storage": "sqlite:////nowhere/study.db", "out": tmp_path / "new"}))
     (tmp_path / "file").write_text("")
