@@ -1,6 +1,6 @@
 # Every target does its own set-up: a virtual environment in .venv and a pinned install, once.
 #   make test        everything that proves the project (about 3 minutes on 2 cores)
-#   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (about 7 minutes)
+#   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (8 to 13 minutes)
 #   make reference   train a reference target and drafter like the committed ones (under three hours)
 #   make lint        ruff and mypy
 # PYTHON=...   another interpreter (3.11 to 3.13).  PIP_ARGS=...  for example another index of torch builds.

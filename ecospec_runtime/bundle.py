@@ -133,13 +133,18 @@ class Bundle:
         check_interface(self.folder / ONNX_FILE, session, self.manifest.predictor.shapes)
         return Predictor(session, self.manifest.predictor, AcceptanceModel.load(self.folder))
 
+    def tuned_threads(self, device: str, dtype: str) -> list[int]:
+        """The thread counts, ascending, for which there are policies of a device and dtype."""
+        profiles = [policy.profile for policy in self.policies.values()]
+        return sorted(p.threads for p in profiles if (p.device, p.dtype) == (device, dtype))
+
     def device_policy(self, slug: str) -> DevicePolicy:
         """The policy tuned for the device `slug`; raises UserError naming the ones there are."""
         if slug not in self.policies:
             known = ", ".join(self.policies) or "none"
             raise UserError(
-                f"{self.folder / 'policies'}: no policy for this device ({slug}), only for: {known}; run `ecospec-train "
-                "profile`, `tune` and `export` here, or name a policy with --policy"
+                f"{self.folder / 'policies'}: no policy for this device ({slug}), only for: {known} (the last part is "
+                "--threads); run `ecospec-train profile`, `tune` and `export` here, or name a policy with --policy"
             )
         return self.policies[slug]
 

@@ -89,7 +89,7 @@ def generate(
     if prompts is not None:
         read_prompts(prompts, limit=1)
     set_threads(threads)
-    engine = Engine.from_bundle(bundle, target, drafter, policy, dtype, device)
+    engine = Engine.from_bundle(bundle, target, drafter, policy, dtype, device, threads)
     if policy == "auto" and engine.policy.name == "off":
         note(f"speculation is off: {engine.reason or 'it does not pay on this device'}")
     rows = [Prompt(prompt)] if prompt is not None else read_prompts(str(prompts), engine.target.tokenizer)
@@ -168,7 +168,7 @@ def bench(
     read_prompts(prompts, limit=1)
     set_threads(threads)
     loaded = load_bundle(bundle)
-    base = Engine.from_bundle(loaded, target, drafter, "off", dtype, device)
+    base = Engine.from_bundle(loaded, target, drafter, "off", dtype, device, threads)
     base.record_routing = True
     rows = read_prompts(prompts, base.target.tokenizer, count)
     plan = Plan([r.encode(base.target.tokenizer, max_prompt_tokens) for r in rows], tuple(temperature or (0.0,)),

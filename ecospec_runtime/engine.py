@@ -135,17 +135,21 @@ class Engine:
     def from_bundle(
         cls, bundle: str | Path | Bundle, target: str | Path | Target | None = None,
         drafter: str | Path | Drafter | None = None, policy: str | PolicySpec = "auto", dtype: str = "auto",
-        device: str = "cpu",
+        device: str = "cpu", threads: int | None = None,
     ) -> Engine:  # fmt: skip
         """Load a bundle with its target and drafter (by default the ones it names) and check that they belong together.
 
-        `policy` "auto" is what was tuned for this device. Raises UserError naming what is missing or does not fit.
+        `policy` "auto" is what was tuned for this device. `threads` sets torch's number of threads; None keeps it, unless
+        the bundle was tuned on this device for another number only, which is then set. Raises UserError naming what is
+        missing or does not fit.
         """
         from ecospec_runtime.bundle import check_drafter, check_target, load_bundle
         from ecospec_runtime.drafters import load_drafter
         from ecospec_runtime.machine import device_name, device_slug
         from ecospec_runtime.policies import parse_policy
 
+        if threads is not None:
+            torch.set_num_threads(threads)
         if isinstance(bundle, str | Path):
             bundle = load_bundle(bundle)
         if not isinstance(target, Target):
@@ -156,7 +160,11 @@ class Engine:
         else:
             loaded = drafter
         check_drafter(bundle, loaded)
-        slug = device_slug(device_name(device), str(target.dtype).removeprefix("torch."), torch.get_num_threads())
+        name, kept = device_name(device), str(target.dtype).removeprefix("torch.")
+        tuned_for = bundle.tuned_threads(name, kept)
+        if threads is None and tuned_for and torch.get_num_threads() not in tuned_for:
+            torch.set_num_threads(tuned_for[0])
+        slug = device_slug(name, kept, torch.get_num_threads())
         profile: DeviceProfile | None
         if policy == "auto":
             tuned = bundle.device_policy(slug)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ecospec_runtime.bundle import check_drafter, check_target, load_bundle, vocabulary_sha256
 from ecospec_runtime.engine import Engine
@@ -149,6 +150,19 @@ def test_another_drafter_is_refused(key: str, value: Any, tiny_bundle: Path) -> 
     check_drafter(bundle, fake("drafter", bundle))
     with pytest.raises(UserError, match=f"drafter of {key}"):
         check_drafter(bundle, fake("drafter", bundle, **{key: value}))
+
+
+def test_threads_are_those_that_were_tuned_unless_given(tiny_bundle: Path) -> None:
+    """Quickstart tunes for one thread; decoding with its bundle must not need to be told so."""
+    tuned, other = torch.get_num_threads(), torch.get_num_threads() + 1
+    try:
+        torch.set_num_threads(other)
+        assert Engine.from_bundle(tiny_bundle).profile is not None
+        assert torch.get_num_threads() == tuned
+        with pytest.raises(UserError, match=rf"-{other}t\).*--threads"):
+            Engine.from_bundle(tiny_bundle, threads=other)
+    finally:
+        torch.set_num_threads(tuned)
 
 
 def test_a_device_without_a_policy_is_named(tiny_bundle: Path) -> None:
