@@ -13,9 +13,9 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
-from ecospec_runtime.errors import UserError
+from ecospec_runtime.errors import UserError, first_line
 
 DTYPES: dict[str, torch.dtype | str] = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 _WHOLE = 4 << 20  # bytes: a tensor up to this size is hashed whole
@@ -45,9 +45,8 @@ def _download(source: str, role: str) -> Path:
             if weight_files(folder):
                 break
     except (OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{role} {source}: no such local folder, and the hub does not give it ({reason}); check the id and the "
+            f"{role} {source}: no such local folder, and the hub does not give it ({first_line(error)}); check the id and the "
             "connection, and `hf auth login` for a gated model"
         ) from None
     return folder
@@ -84,9 +83,8 @@ def load_model(folder: Path, source: str, dtype: str) -> Any:
         model, info = loaded
     except SafetensorError as error:
         raise UserError(f"target {source}: damaged weight file ({error}); copy or download it again") from None
-    except Exception as error:  # transformers raises whatever its parts raise
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"target {source}: transformers cannot load it ({line})") from None
+    except Exception as error:  # transformers and the hub's strict configurations have families of their own
+        raise UserError(f"target {source}: transformers cannot load it ({first_line(error)})") from None
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"target {source}: {len(missing)} weights are missing from its files, first {missing[0]}")
@@ -100,29 +98,15 @@ def load_model(folder: Path, source: str, dtype: str) -> Any:
     return model
 
 
-def check_device(device: str) -> None:
-    """Raise UserError unless tensors can live on `device`."""
-    try:
-        usable = torch.zeros(1, device=device).device.type != "meta"
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        usable, reason = False, f" ({str(error).splitlines()[0]})"
-    else:
-        reason = ""
-    if not usable:
-        raise UserError(
-            f"device '{device}' cannot be used here{reason}; cpu always can, cuda needs a GPU and a torch for it"
-        )
-
-
 @contextmanager
 def _silent() -> Iterator[None]:
     """Without the reports of transformers about weights that do not fit: what matters of them is raised."""
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        transformers_logging.set_verbosity(before)
 
 
 def fingerprint(folder: Path) -> str:

@@ -36,7 +36,10 @@ DrafterOption = Annotated[str | None, typer.Option(help="Local folder or hub id;
 DtypeOption = Annotated[str, typer.Option(help="auto (as saved), float32 or bfloat16.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; default: torch's own choice.")
+    int | None,
+    typer.Option(
+        min=1, max=MOST_THREADS, help="CPU threads; default: what a bundle was tuned for, else torch's choice."
+    ),
 ]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
@@ -88,7 +91,6 @@ def generate(
     split_policies(policy)
     if prompts is not None:
         read_prompts(prompts, limit=1)
-    set_threads(threads)
     engine = Engine.from_bundle(bundle, target, drafter, policy, dtype, device, threads)
     if policy == "auto" and engine.policy.name == "off":
         note(f"speculation is off: {engine.reason or 'it does not pay on this device'}")
@@ -166,7 +168,6 @@ def bench(
         bench_report.check_plots(plots)
     named = split_policies(policies)
     read_prompts(prompts, limit=1)
-    set_threads(threads)
     loaded = load_bundle(bundle)
     base = Engine.from_bundle(loaded, target, drafter, "off", dtype, device, threads)
     base.record_routing = True
@@ -290,7 +291,7 @@ def doctor(
     from ecospec_runtime.doctor import examine
 
     set_threads(threads)
-    findings = examine(bundle, target, drafter, prompts, max_new_tokens, dtype, device)
+    findings = examine(bundle, target, drafter, prompts, max_new_tokens, dtype, device, threads)
     out = console()
     for finding in findings:
         out.print(f"{finding.status:>5}  {finding.check}: {finding.message}", markup=False, soft_wrap=True)

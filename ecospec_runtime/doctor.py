@@ -43,11 +43,11 @@ class Finding:
 
 def examine(
     bundle: Path | None, target: str | None, drafter: str | None, prompts: str | None, max_new_tokens: int, dtype: str,
-    device: str,
+    device: str, threads: int | None = None,
 ) -> list[Finding]:  # fmt: skip
     """Run all checks. A UserError (missing or wrong file) passes through; a wrong result is a FAIL finding."""
     findings = check_versions()
-    engine = open_engine(bundle, target, drafter, dtype, device)
+    engine = open_engine(bundle, target, drafter, dtype, device, threads)
     machine = describe(device)
     findings.append(Finding("ok", "machine", f"{machine['device']}, {machine['threads']} threads"))
     if bundle is not None:
@@ -80,11 +80,13 @@ def check_versions() -> list[Finding]:
     return out
 
 
-def open_engine(bundle: Path | None, target: str | None, drafter: str | None, dtype: str, device: str) -> Engine:
+def open_engine(
+    bundle: Path | None, target: str | None, drafter: str | None, dtype: str, device: str, threads: int | None
+) -> Engine:
     """An engine that follows `off`, from a bundle or from a bare target and drafter."""
     if bundle is not None:
         loaded_bundle = load_bundle(bundle)
-        engine = Engine.from_bundle(loaded_bundle, target, drafter, "off", dtype, device)
+        engine = Engine.from_bundle(loaded_bundle, target, drafter, "off", dtype, device, threads)
         if engine.profile is None:  # of another machine or dtype: what it costs does not matter here
             engine.profile = next((policy.profile for policy in loaded_bundle.policies.values()), None)
         return engine

@@ -5,3 +5,8 @@ from __future__ import annotations
 
 class UserError(Exception):
     """A mistake in input, files or flags. The message names the file or key and the remedy, in one line."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's exception says, in one line: its first one, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from ecospec_runtime.errors import UserError, first_line
+
 PACKAGES = ("ecospec", "torch", "transformers", "triton", "onnxruntime", "numpy", "numba", "lightning", "optuna")
 
 
@@ -25,6 +27,17 @@ def device_name(device: str | torch.device = "cpu") -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def check_device(device: str) -> None:
+    """Raise UserError, with torch's reason, unless tensors can live on `device`."""
+    remedy = "cpu always can, cuda needs a GPU and a torch for it"
+    try:
+        place = torch.zeros(1, device=device).device
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+        raise UserError(f"device '{device}' cannot be used here ({first_line(error)}); {remedy}") from error
+    if place.type == "meta":
+        raise UserError(f"device '{device}' cannot be used here (it computes nothing); {remedy}")
 
 
 def device_slug(name: str, dtype: str, threads: int) -> str:

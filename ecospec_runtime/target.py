@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ecospec_runtime.cache import TargetCache
-from ecospec_runtime.checkpoint import check_device, fingerprint, load_model, resolve_folder
+from ecospec_runtime.checkpoint import fingerprint, load_model, resolve_folder
 from ecospec_runtime.compute import install
-from ecospec_runtime.errors import UserError
+from ecospec_runtime.errors import UserError, first_line
+from ecospec_runtime.machine import check_device
 
 EMBEDDING_TABLE = 1 << 23  # elements that may be copied for quick host-side look-ups: 32 MB
 
@@ -80,7 +81,7 @@ class Target:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"target {source}: no usable tokenizer ({_first_line(error)})") from None
+            raise UserError(f"target {source}: no usable tokenizer ({first_line(error)})") from None
         return cls(model, tokenizer, source, folder)
 
     @property
@@ -312,7 +313,3 @@ def _sliding_windows(config: Any, source: str) -> str:
     if "sliding_attention" in types:
         return "some" if "full_attention" in types else "all"
     return "all" if not types and getattr(config, "sliding_window", None) else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

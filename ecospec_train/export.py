@@ -28,7 +28,7 @@ from ecospec_runtime.bundle import (
     write_manifest,
 )
 from ecospec_runtime.config import Config
-from ecospec_runtime.errors import UserError
+from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.machine import git_commit, versions
 from ecospec_runtime.predictor import METRICS_FILE, PredictorManifest, load_manifest
 from ecospec_train.model_card import PLOT, model_card, plot_replay
@@ -103,7 +103,7 @@ def load_tokenizer(target: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(target)
     except (OSError, ValueError, KeyError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = first_line(error)
         raise UserError(
             f"target {target}: its tokenizer cannot be read ({line}); pass --target with its place"
         ) from None

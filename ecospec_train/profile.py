@@ -73,7 +73,7 @@ class ProfileConfig(Config):
     threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)  # None: as the process is set
     pool: PoolConfig = PoolConfig()
     # Rows of the timed passes: where speculation pays. 1 is a plain step.
-    tokens: tuple[Count, ...] = Field(default=(1, 2, 3, 4, 5, 6, 8, 10, 12, 16), min_length=2)
+    tokens: tuple[Count, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
     contexts: tuple[Count, ...] = Field(default=(48, 160, 384), min_length=1)  # cached tokens before them
     repeats: int = Field(default=9, ge=MIN_ROUNDS)
     max_seconds: float = Field(default=40.0, gt=0)  # timed passes stop then, after at least three rounds

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ecospec_runtime.errors import UserError
+from ecospec_runtime.errors import UserError, first_line
 from ecospec_train.traces import ShardRecord, TraceRow, trace_schema
 
 _HALF_MAX = float(np.finfo(np.float16).max)
@@ -146,4 +146,4 @@ def read_progress(path: Path) -> list[ShardRecord]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); harvest into another folder") from None
+        raise UserError(f"{path}: cannot be read ({first_line(error)}); harvest into another folder") from None

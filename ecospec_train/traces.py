@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from ecospec_runtime.config import PoolConfig
-from ecospec_runtime.errors import UserError
+from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.pool import Floats, Ints, Pool
 
 SCHEMA_VERSION = 1
@@ -265,11 +265,15 @@ class Traces:
         except ValueError:  # cannot be cut into rows of these sizes
             sound = False
         if not sound:
-            raise UserError(
-                f"{self.path / MANIFEST}: says {target.moe_layers} MoE layers of {target.experts} experts, top-k {target.top_k}, and "
-                f"{target.vocab_size} tokens, which is not what {record.file} holds; restore it or harvest again"
-            )
+            raise self._contradiction(record.file)
         return shard
+
+    def _contradiction(self, file: str) -> UserError:
+        target = self.manifest.target
+        return UserError(
+            f"{self.path / MANIFEST}: says {target.moe_layers} MoE layers of {target.experts} experts, top-k {target.top_k}, and "
+            f"{target.vocab_size} tokens, which is not what {file} holds; restore it or harvest again"
+        )
 
     def embedding(self) -> Callable[[Sequence[int] | NDArray[Any]], Floats]:
         """The target's input embedding of the traces' tokens: a callable from token ids [n] to rows [n, H]."""
@@ -281,7 +285,9 @@ class Traces:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be read ({error}); restore it or harvest again") from None
-        place = np.full(max(self.manifest.target.vocab_size, 1 + int(tensors["ids"].max(initial=0))), -1, np.int64)
+        if tensors["ids"].max(initial=0) >= self.manifest.target.vocab_size:
+            raise self._contradiction(EMBEDDING)
+        place = np.full(self.manifest.target.vocab_size, -1, np.int64)
         place[tensors["ids"]] = np.arange(len(tensors["ids"]))
         table_uH = tensors["table"]
 
@@ -320,7 +326,7 @@ def read_manifest(folder: Path) -> TraceManifest:
             f"{folder}: holds no traces ({MANIFEST} is missing); run `ecospec-train harvest` first"
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); restore it or harvest again") from None
+        raise UserError(f"{path}: cannot be read ({first_line(error)}); restore it or harvest again") from None
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise UserError(f"{path}: schema_version is {version}, this release reads {SCHEMA_VERSION}; harvest again")

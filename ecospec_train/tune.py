@@ -29,7 +29,7 @@ from ecospec_runtime.bundle import DevicePolicy
 from ecospec_runtime.config import Config, read_model
 from ecospec_runtime.console import note, write_json
 from ecospec_runtime.device_profile import DeviceProfile
-from ecospec_runtime.errors import UserError
+from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.policies import PolicySpec, build_policy, parse_policy
 from ecospec_runtime.predictor import Predictor
 from ecospec_train.replay import ReplayResult, ReplayRows, load_rows, replay, replay_at_best_price
@@ -149,7 +149,7 @@ def open_study(config: TuneConfig, profile: DeviceProfile, traces: Traces) -> op
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials), n_startup_trials=20)
     except Exception as error:  # storage drivers raise families of their own
         remedy = "check --storage" if config.storage else "remove that file if it is damaged, or use another --out"
-        raise UserError(f"storage {url}: cannot be opened ({str(error).splitlines()[0]}); {remedy}") from None
+        raise UserError(f"storage {url}: cannot be opened ({first_line(error)}); {remedy}") from None
     known = study.user_attrs.get("inputs")
     if known not in (None, digest):
         raise UserError(

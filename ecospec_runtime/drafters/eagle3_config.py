@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ecospec_runtime.checkpoint import read_config, weight_files
-from ecospec_runtime.errors import UserError
+from ecospec_runtime.errors import UserError, first_line
 
 _IGNORED = ("rotary_emb.inv_freq",)  # tensors that carry nothing the settings do not say
 
@@ -168,7 +168,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
         except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            line = first_line(error)
             raise UserError(f"{path}: damaged or unsafe weight file ({line}); copy or download it again") from None
         tensors |= loaded
     for i, old in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):

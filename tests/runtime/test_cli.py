@@ -172,13 +172,18 @@ def test_a_mistake_is_one_line(name: str, tiny_bundle: Path, tmp_path: Path) -> 
         ("generate", "--nonsense"),
         ("bench", "--count", "x"),
         ("fly",),
-        ("generate", "--bundle", "b", "--prompt", "a", "--threads", "1000000"),
     ],
 )
 def test_usage_errors_exit_with_2(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+def test_absurd_thread_counts_never_reach_openmp() -> None:
+    result = run("generate", "--bundle", "b", "--prompt", "a", "--threads", "1000000")
+    assert result.exit_code == 2
+    assert "1024" in result.output + result.stderr
 
 
 def test_json_to_a_pipe_leaves_it_a_pipe(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
 from ecospec_train.cost_model import PassCost, fit_pass_cost
@@ -19,6 +20,7 @@ from ecospec_train.profile import (
     base_profile,
     complaints,
     design,
+    measure_passes,
     prefilled,
     profile,
     text_tokens,
@@ -98,6 +100,16 @@ def test_a_plain_step_costs_what_was_measured(quick: ProfileConfig) -> None:
     assert found.pass_ms(3, 30, 8) == pytest.approx(2.0 + 1.5 + 7.5 + 1.0)
     slow = base_profile(target, cells, cost, (3.0, 9.0), config)
     assert slow.plain_saving_ms == 0.0
+
+
+def test_every_round_has_plain_steps(quick: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes are compared with is measured beside them: their medians over the rounds."""
+    rounds = iter([(1.0, 2.0), (7.0, 9.0), (3.0, 5.0)])
+    monkeypatch.setattr("ecospec_train.profile.plain_steps", lambda *_: next(rounds))
+    target = Target.from_pretrained(quick.target)
+    _, plain = measure_passes(target, load_drafter(quick.drafter, target), text_tokens(target, 200), quick)
+    assert plain == (3.0, 5.0)
+    assert next(rounds, None) is None
 
 
 def test_doubts_are_voiced(quick: ProfileConfig) -> None:
