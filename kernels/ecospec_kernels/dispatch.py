@@ -87,27 +87,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def supports_experts(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether the CPU kernel takes this call: contiguous gate_up [E, 2M, D] and down [E, D, M] of one dtype."""
+def supports_experts(
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None
+) -> bool:
+    """Whether the CPU kernel takes this call: contiguous gate_up [E, 2M, D], down [E, D, M] and biases, all of one dtype."""
     return (
         ENABLED and _rows(hidden_ND.size(0), gate_up) and index_NK.dtype is torch.int64 and gate_up.dtype is down.dtype
         and _plain(hidden_ND) and hidden_ND.stride(1) == 1 and _plain(weight_NK) and _plain(gate_up) and _columns(gate_up.size(2), gate_up.dtype)
         and _columns(down.size(2), down.dtype) and down.size(1) >= 8 and not torch.is_grad_enabled()
         and index_NK.is_contiguous() and weight_NK.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
         and gate_up.size(1) == 2 * down.size(2) and down.size(1) == gate_up.size(2) == hidden_ND.size(1)
+        and all(bias is None or (bias.dtype is gate_up.dtype and bias.is_contiguous()) for bias in biases)
     )  # fmt: skip
 
 
-def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """SwiGLU experts of one MoE layer -> [n, D] in hidden's dtype; see `expert_mlp/reference.py`."""
-    module = _choose("expert_mlp", supports_experts(hidden_ND, index_NK, weight_NK, gate_up, down))
-    return module.expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down)  # type: ignore[no-any-return]
+def expert_mlp(
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
+) -> Tensor:
+    """Experts of one MoE layer -> [n, D] in hidden's dtype; `rest`: gate and biases, see `expert_mlp/reference.py`."""
+    module = _choose("expert_mlp", supports_experts(hidden_ND, index_NK, weight_NK, gate_up, down, *rest[1:]))
+    return module.expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down, *rest)  # type: ignore[no-any-return]
 
 
-def cpu_experts(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def cpu_experts(
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
+) -> Tensor:
     """`expert_mlp` for a caller with its own fallback, who has asked `supports_experts`."""
     CALLS["expert_mlp", "cpu"] += 1
-    return _module("expert_mlp", "cpu").expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down)  # type: ignore[no-any-return]
+    return _module("expert_mlp", "cpu").expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down, *rest)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -130,10 +137,12 @@ def supports_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Ten
     )  # fmt: skip
 
 
-def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float) -> Tensor:
+def tree_attention(
+    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
+) -> Tensor:
     """Attention of n rows under any mask -> [n, H, D]; see `tree_attention/reference.py`."""
     module = _choose("tree_attention", supports_attention(q_HnD, k_GJD, v_GJD, mask_nJ))
-    return module.tree_attention(q_HnD, k_GJD, v_GJD, mask_nJ, scale)  # type: ignore[no-any-return]
+    return module.tree_attention(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)  # type: ignore[no-any-return]
 
 
 def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor, embedding: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Train the EAGLE-3 head of the reference target, with the unrolled-step loss ("training-time test").
+"""Train the EAGLE-3 head of a reference target, with the unrolled-step loss ("training-time test").
 
     python -m pipelines.reference.head --corpus runs/reference/corpus --target runs/reference/target \
         --out runs/reference/head --minutes 30
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -30,12 +31,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Qwen3MoeForCausalLM
 
 from ecospec_runtime.drafters.eagle3 import Eagle3Head, HeadWeights, fill, rope_tables
 from ecospec_runtime.drafters.eagle3_config import HeadConfig, checked_map, read_head_config, read_tensors
 from pipelines.reference.muon import Muon
-from pipelines.reference.target import CONTEXT, Snapshots, Windows
+from pipelines.reference.target import CONTEXT, NOT_MATRICES, Snapshots, Windows, load_target, prepare
 
 DRAFT_VOCABULARY = 2048
 INTERMEDIATE = 512
@@ -48,21 +48,21 @@ def frequent_ids(path: Path, vocabulary: int, count: int = DRAFT_VOCABULARY) -> 
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
 
-def head_config(target: Qwen3MoeForCausalLM) -> HeadConfig:
-    """Architecture of the reference head: the target's heads, a dense MLP, an embedding of its own."""
+def head_config(target: Any, own_embedding: bool = True) -> HeadConfig:
+    """Architecture of a reference head: the target's heads, a dense MLP, an embedding of its own or the target's."""
     c = target.config
     n = c.num_hidden_layers
     return HeadConfig(
         hidden_size=c.hidden_size, target_hidden_size=c.hidden_size, heads=c.num_attention_heads,
         kv_heads=c.num_key_value_heads, head_dim=c.head_dim, intermediate_size=INTERMEDIATE, vocab_size=c.vocab_size,
         draft_vocab_size=DRAFT_VOCABULARY, aux_layers=(2, n // 2, n - 3), rope=dict(c.rope_parameters),
-        max_positions=c.max_position_embeddings, eps=c.rms_norm_eps, own_embedding=True,
+        max_positions=c.max_position_embeddings, eps=c.rms_norm_eps, own_embedding=own_embedding,
     )  # fmt: skip
 
 
-def new_head(target: Qwen3MoeForCausalLM, ids_V: Tensor) -> Eagle3Head:
+def new_head(target: Any, ids_V: Tensor, own_embedding: bool = True) -> Eagle3Head:
     """A head whose layer starts as the identity and whose embedding and output matrix are the target's own rows."""
-    head = Eagle3Head(head_config(target))
+    head = Eagle3Head(head_config(target, own_embedding))
     for name, p in head.named_parameters():
         if p.ndim == 2:
             nn.init.normal_(p, std=0.02)
@@ -71,14 +71,14 @@ def new_head(target: Qwen3MoeForCausalLM, ids_V: Tensor) -> Eagle3Head:
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[ids_V])
         head.norm.weight.copy_(target.model.norm.weight)
-        head.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+        if own_embedding:
+            head.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
     return head
 
 
-def load_head(folder: Path, target: Qwen3MoeForCausalLM) -> tuple[Eagle3Head, Tensor]:
-    """An earlier head in the flat layout, in float32, and its target ids; one without an embedding starts on the target's."""
+def load_head(folder: Path, target: Any) -> tuple[Eagle3Head, Tensor]:
+    """An earlier head in the flat layout, in float32, and its target ids."""
     tensors = read_tensors(folder)
-    tensors.setdefault("embed_tokens.weight", target.model.embed_tokens.weight.detach())
     config = read_head_config(folder, SimpleNamespace(config=target.config), tensors)
     ids_V = checked_map(config, tensors, str(folder))
     head = Eagle3Head(config)
@@ -175,18 +175,16 @@ class OwnText:
         return torch.from_numpy(self.ids[np.sort(rows)].astype(np.int64))
 
 
-class HeadModule(L.LightningModule):
-    """Muon on the matrices, AdamW on norms and output matrix; trapezoidal schedule over wall-clock time."""
+class DrafterModule(L.LightningModule):
+    """A drafter that learns from a frozen target; trapezoidal schedule over wall-clock time. See `losses` of its kinds."""
 
     def __init__(
-        self, target: Qwen3MoeForCausalLM, head: Eagle3Head, ids_V: Tensor, minutes: float, lr: float, steps: int,
-        share: float, own: Path | None = None,
-    ):  # fmt: skip
+        self, target: Any, head: nn.Module, minutes: float, lr: float, steps: int, share: float, own: Path | None = None
+    ):
         """`steps` unrolled steps after step 0, on a `share` of the rows as chain starts; every other batch is `own` text."""
         super().__init__()
-        self.head, self.ids = head, ids_V
+        self.head = head
         self._frozen = (target.eval().requires_grad_(False),)  # in a tuple: not a submodule, not synchronised
-        self._rope = rope_tables(head.config, CONTEXT)
         self.lr, self.seconds, self.steps, self.share = lr, minutes * 60, steps, share
         self.own_path = own
         self.own: OwnText | None = None
@@ -195,36 +193,23 @@ class HeadModule(L.LightningModule):
         self.seen = 0
         self.history: list[dict[str, float]] = []
 
+    def losses(self, ids_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Per unrolled step: cross-entropy per row and the share of rows whose best token is the target's best."""
+        raise NotImplementedError
+
     def progress(self) -> float:
         """Fraction of the time budget used, as rank 0 sees it."""
         elapsed = torch.tensor((time.monotonic() - self.started) / self.seconds)
         return min(1.0, float(self.trainer.strategy.broadcast(elapsed)))
 
-    @torch.no_grad()
-    def teach(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's features `[B, T, F]` and probabilities of draft tokens `[B, T, V]`."""
-        target = self._frozen[0]
-        out = target.model(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
-        features = torch.cat([out.hidden_states[i] for i in self.head.config.aux_layers], dim=-1)
-        probabilities = target.lm_head(out.last_hidden_state).softmax(-1)[..., self.ids]
-        return features, probabilities
-
-    def losses(self, ids_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Per unrolled step: cross-entropy per row and the share of rows whose best token is the target's best."""
-        features, probabilities = self.teach(ids_BT)
-        w = self.head.weights()
-        unroll = Unroll(w, self.head.embed_tokens(ids_BT), features, self._rope)
-        results = [self._compare(w.logits(unroll.first()), probabilities[:, 1:])]
-        last = unroll.rows - self.steps
-        count = max(1, int(last * self.share))
-        starts = torch.randperm(last)[:count].sort().values
-        unroll.choose(starts)
-        for k in range(1, self.steps + 1):
-            results.append(self._compare(w.logits(unroll.step(k)), probabilities[:, starts + k + 1]))
-        return results
+    def chain_starts(self, rows: int) -> Tensor:
+        """Rows, ascending, at which chains start: the last leaves room for every step."""
+        last = rows - self.steps
+        return torch.randperm(last)[: max(1, int(last * self.share))].sort().values
 
     @staticmethod
-    def _compare(logits_V: Tensor, probabilities_V: Tensor) -> tuple[Tensor, Tensor]:
+    def compare(logits_V: Tensor, probabilities_V: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of drafted against target distributions `[B, rows, V]`, and how often their best tokens agree."""
         loss = F.cross_entropy(logits_V.flatten(0, 1), probabilities_V.flatten(0, 1))
         with torch.no_grad():
             agree = (logits_V.argmax(-1) == probabilities_V.argmax(-1)).float().mean()
@@ -263,48 +248,97 @@ class HeadModule(L.LightningModule):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for the layer's matrices, AdamW for embedding, output matrix and norms."""
+        """Muon for the layer's matrices, AdamW for embedding, output matrix, router, norms and biases."""
         matrices, rest = [], []
         for name, p in self.head.named_parameters():
-            (rest if p.ndim < 2 or name.startswith(("lm_head", "embed_tokens")) else matrices).append(p)
+            (rest if p.ndim < 2 or any(part in name for part in (*NOT_MATRICES, "lm_head")) else matrices).append(p)
         muon = Muon([{"params": matrices, "base_lr": self.lr}], lr=self.lr, weight_decay=0.01)
         groups = [{"params": rest, "base_lr": self.lr / 2}]
         adam = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
         return [muon, adam]
 
 
-def main() -> None:
-    """Command line entry; see the module docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+class HeadModule(DrafterModule):
+    """An EAGLE-3 head over a draft vocabulary."""
+
+    head: Eagle3Head
+
+    def __init__(self, target: Any, head: Eagle3Head, ids_V: Tensor, **settings: Any):
+        """`settings` are those of `DrafterModule`."""
+        super().__init__(target, head, **settings)
+        self.ids, self._rope = ids_V, rope_tables(head.config, CONTEXT)
+
+    @torch.no_grad()
+    def teach(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's features `[B, T, F]` and probabilities of draft tokens `[B, T, V]`."""
+        target = self._frozen[0]
+        out = target.model(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
+        features = torch.cat([out.hidden_states[i] for i in self.head.config.aux_layers], dim=-1)
+        probabilities = target.lm_head(out.last_hidden_state).softmax(-1)[..., self.ids]
+        return features, probabilities
+
+    def losses(self, ids_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """See `DrafterModule.losses`."""
+        features, probabilities = self.teach(ids_BT)
+        w = self.head.weights()
+        embedding = self.head.embed_tokens if self.head.config.own_embedding else self._frozen[0].model.embed_tokens
+        unroll = Unroll(w, embedding(ids_BT), features, self._rope)
+        results = [self.compare(w.logits(unroll.first()), probabilities[:, 1:])]
+        starts = self.chain_starts(unroll.rows)
+        unroll.choose(starts)
+        for k in range(1, self.steps + 1):
+            results.append(self.compare(w.logits(unroll.step(k)), probabilities[:, starts + k + 1]))
+        return results
+
+
+def arguments(description: str, minutes: float) -> argparse.ArgumentParser:
+    """Command line of a training run of a drafter, with its defaults."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--own", type=Path, help="the target's own text, `own_text.py`'s output")
-    parser.add_argument("--init", type=Path, help="continue from this head")
-    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--init", type=Path, help="continue from this drafter")
+    parser.add_argument("--minutes", type=float, default=minutes)
     parser.add_argument("--batch", type=int, default=4, help="windows per process and step")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="unrolled steps after the first")
     parser.add_argument("--share", type=float, default=0.5, help="share of rows that start a chain")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.processes))
-    L.seed_everything(args.seed)
-    target = Qwen3MoeForCausalLM.from_pretrained(args.target, dtype=torch.float32, attn_implementation="sdpa")
-    target.config._experts_implementation = "reference_sorted"
-    if args.init:
-        head, ids_V = load_head(args.init, target)
-    else:
-        ids_V = frequent_ids(args.corpus / "train.npy", target.config.vocab_size)
-        head = new_head(target, ids_V)
+    return parser
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a `DrafterModule` on its command line."""
+    return {name: getattr(args, name) for name in ("minutes", "lr", "steps", "share", "own")}
+
+
+def train(args: argparse.Namespace, module: DrafterModule, write: Callable[[Any], None]) -> None:
+    """Train as `arguments` say; `write` saves a module's drafter in `args.out`."""
     data = DataLoader(Windows(args.corpus / "train.npy", args.seed), batch_size=args.batch, drop_last=True)
     trainer = L.Trainer(
         accelerator="cpu", devices=args.processes, strategy="ddp" if args.processes > 1 else "auto", max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Snapshots(lambda module: save_head(module.head, ids_V, args.out), args)],
+        callbacks=[Snapshots(write, args)],
     )  # fmt: skip
-    trainer.fit(HeadModule(target, head, ids_V, args.minutes, args.lr, args.steps, args.share, args.own), data)
+    trainer.fit(module, data)
+
+
+def main() -> None:
+    """Command line entry; see the module docstring."""
+    parser = arguments(str(__doc__).split("\n")[0], minutes=30)
+    parser.add_argument("--shared-embedding", action="store_true", help="a new head uses the target's embedding")
+    args = parser.parse_args()
+    prepare(args)
+    target = load_target(args.target)
+    if args.init:
+        head, ids_V = load_head(args.init, target)
+    else:
+        ids_V = frequent_ids(args.corpus / "train.npy", target.config.vocab_size)
+        head = new_head(target, ids_V, not args.shared_embedding)
+    module = HeadModule(target, head, ids_V, **settings(args))
+    train(args, module, lambda module: save_head(module.head, ids_V, args.out))
 
 
 if __name__ == "__main__":

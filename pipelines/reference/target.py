@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pipelines.reference.corpus import END_OF_TEXT, VOCABULARY
@@ -31,6 +31,7 @@ from pipelines.reference.muon import Muon
 
 CONTEXT = 512
 BALANCE = 0.03  # weight of the auxiliary loss
+NOT_MATRICES = ("embed", "mlp.gate.", "mlp.router.", "bias")  # names of parameters that Muon is not for
 
 
 def sorted_experts(self: nn.Module, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -38,12 +39,18 @@ def sorted_experts(self: nn.Module, hidden_ND: Tensor, index_NK: Tensor, weight_
     order = index_NK.flatten().argsort()
     token = order // index_NK.size(1)
     counts = torch.bincount(index_NK.flatten(), minlength=self.num_experts).tolist()
-    gate_up, down = self.gate_up_proj.unbind(), self.down_proj.unbind()
+    gate_up, down = self.gate_up_proj, self.down_proj
+    if self.is_transposed:
+        gate_up, down = gate_up.mT, down.mT
+    matrices = list(zip(gate_up.unbind(), down.unbind(), strict=True))
+    biases = [(None, None)] * len(matrices)
+    if self.has_bias:
+        biases = list(zip(self.gate_up_proj_bias.unbind(), self.down_proj_bias.unbind(), strict=True))
     outputs = []
     for expert, x in enumerate(hidden_ND[token].split(counts)):
         if counts[expert]:
-            gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
-            outputs.append(F.linear(F.silu(gate) * up, down[expert]))
+            (first, second), (bias, last) = matrices[expert], biases[expert]
+            outputs.append(F.linear(self._apply_gate(F.linear(x, first, bias)), second, last))
     unsorted = torch.cat(outputs)[order.argsort()].view(*index_NK.shape, -1)
     return (unsorted * weight_NK[..., None]).sum(1).to(hidden_ND.dtype)
 
@@ -89,24 +96,31 @@ def balance_loss(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def load_target(folder: Path) -> Any:
+    """A saved target in float32, to be trained or learned from."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.config._experts_implementation = "reference_sorted"
+    return model
+
+
+def fuse(model: Any) -> None:
+    """Compile attention and norms of every layer."""
+    torch._dynamo.config.recompile_limit = 64
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
+            module.forward = torch.compile(module.forward)
+
+
 class TargetModule(L.LightningModule):
     """Next-token training with Muon on the matrices and AdamW on the rest; trapezoidal schedule over wall-clock time."""
 
     fused = True  # compile what lies between the matrix products: 1.2 times the speed, after a minute
 
-    def __init__(self, minutes: float, lr: float = 5e-3, init: Path | None = None):
+    def __init__(self, model: Any, minutes: float, lr: float = 5e-3):
         super().__init__()
-        config = target_config()
-        if init:
-            self.model = Qwen3MoeForCausalLM.from_pretrained(init, dtype=torch.float32, attn_implementation="sdpa")
-            self.model.config._experts_implementation = "reference_sorted"
-        else:
-            self.model = Qwen3MoeForCausalLM(config)
+        self.model = model
         if self.fused:
-            torch._dynamo.config.recompile_limit = 64
-            for layer in self.model.model.layers:
-                for module in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
-                    module.forward = torch.compile(module.forward)
+            fuse(model)
         self.lr, self.seconds, self.started = lr, minutes * 60, time.monotonic()
         self.automatic_optimization = False
         self.seen = 0
@@ -147,10 +161,10 @@ class TargetModule(L.LightningModule):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for attention and expert matrices, AdamW for embedding, router and norms."""
+        """Muon for attention and expert matrices, AdamW for embedding, router, norms and biases."""
         matrices, rest = [], []
         for name, p in self.model.named_parameters():
-            (matrices if p.ndim >= 2 and "embed" not in name and "mlp.gate." not in name else rest).append(p)
+            (matrices if p.ndim >= 2 and not any(part in name for part in NOT_MATRICES) else rest).append(p)
         muon = Muon([{"params": matrices, "base_lr": self.lr}], lr=self.lr)
         adam = torch.optim.AdamW(
             [{"params": rest, "base_lr": self.lr}], lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0
@@ -158,7 +172,7 @@ class TargetModule(L.LightningModule):
         return [muon, adam]
 
 
-def save_target(model: Qwen3MoeForCausalLM, corpus: Path, out: Path) -> None:
+def save_target(model: Any, corpus: Path, out: Path) -> None:
     """Write the transformers folder: bf16 safetensors, config, tokenizer."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(corpus / "tokenizer.json"),
@@ -167,7 +181,7 @@ def save_target(model: Qwen3MoeForCausalLM, corpus: Path, out: Path) -> None:
         pad_token=END_OF_TEXT,
     )
     state = {k: v.detach().to(torch.bfloat16) for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    copy = Qwen3MoeForCausalLM(target_config()).to(torch.bfloat16)
+    copy = type(model)(model.config).to(torch.bfloat16)
     copy.load_state_dict(state, strict=False)
     copy.config.use_cache = True
     copy.save_pretrained(out)
@@ -220,10 +234,14 @@ def arguments(description: str, minutes: float, batch: int, lr: float, seed: int
     return parser
 
 
-def train(args: argparse.Namespace, kind: type[TargetModule] = TargetModule) -> None:
-    """Train as `arguments` say and write the target."""
+def prepare(args: argparse.Namespace) -> None:
+    """Threads and seed of a training run."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.processes))
     L.seed_everything(args.seed)
+
+
+def train(args: argparse.Namespace, module: TargetModule) -> None:
+    """Train as `arguments` say and write the target."""
     data = DataLoader(Windows(args.corpus / "train.npy", args.seed), batch_size=args.batch, drop_last=True)
     snapshots = Snapshots(lambda module: save_target(module.model, args.corpus, args.out), args)
     trainer = L.Trainer(
@@ -231,12 +249,15 @@ def train(args: argparse.Namespace, kind: type[TargetModule] = TargetModule) -> 
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[snapshots],
     )  # fmt: skip
-    trainer.fit(kind(args.minutes, args.lr, args.init), data)
+    trainer.fit(module, data)
 
 
 def main() -> None:
     """Command line entry; see the module docstring."""
-    train(arguments(str(__doc__).split("\n")[0], minutes=55, batch=16, lr=5e-3).parse_args())
+    args = arguments(str(__doc__).split("\n")[0], minutes=55, batch=16, lr=5e-3).parse_args()
+    prepare(args)
+    model = load_target(args.init) if args.init else Qwen3MoeForCausalLM(target_config())
+    train(args, TargetModule(model, args.minutes, args.lr))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, Qwen3MoeForCausalLM
 
-from pipelines.reference.target import TargetModule, arguments, train
+from pipelines.reference.target import TargetModule, arguments, load_target, prepare, train
 
 LONGEST = 32  # tokens of a loop's period
 PREFIX, CONTINUED = 96, 96  # tokens at the start of a window, and after them
@@ -78,7 +78,8 @@ def main() -> None:
     if args.init is None:
         parser.error("--init: give the target to teach")
     UnlikelihoodModule.every = args.every
-    train(args, UnlikelihoodModule)
+    prepare(args)
+    train(args, UnlikelihoodModule(load_target(args.init), args.minutes, args.lr))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ Each expert's hidden units are repeated k times (k a power of two) and its down 
 exactly: same output, routing and acceptance, k times the bytes to read. Units beyond that are zero: they are read like
 any other and add exactly nothing. Whatever is measured on a widened model must say so.
 
+Qwen-MoE, DeepSeek (its multi-token-prediction layer too: it is as much larger as the layers it stands for) and GPT-OSS,
+whose experts are transposed, interleave gate and up, and have biases.
+
 Shapes: E experts, M units of an expert, W widened units, D hidden size.
 """
 
@@ -31,7 +34,8 @@ from torch import Tensor
 from ecospec_runtime.checkpoint import fingerprint, read_config, weight_files
 from ecospec_runtime.errors import UserError
 
-_EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?$")
+_EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_up_proj|gate_up_proj_bias|gate_proj|up_proj|down_proj)(?:\.weight)?$")
+_INTERLEAVED = ("gpt_oss",)  # model types whose experts are transposed and interleaved
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 CONTEXT = 160  # cached tokens before the timed steps
 
@@ -49,15 +53,24 @@ def _widen_units(weight: Tensor, dim: int, k: int, width: int) -> Tensor:
     return torch.cat([repeated, repeated.new_zeros(shape)], dim) if shape[dim] else repeated
 
 
-def widen_tensor(kind: str, weight: Tensor, width: int) -> Tensor:
+def widen_tensor(kind: str, weight: Tensor, width: int, interleaved: bool = False) -> Tensor:
     """One expert tensor at the new width: `gate_up_proj [.., 2M, D]`, `gate_proj` and `up_proj [.., M, D]`,
-    `down_proj [.., D, M]`."""
+    `down_proj [.., D, M]`; of `interleaved` experts `gate_up_proj [.., D, 2M]`, its bias `[.., 2M]`, `down_proj [.., M, D]`."""
+    if interleaved and kind.startswith("gate_up_proj"):
+        pairs = weight.unflatten(-1, (-1, 2))
+        return _widen_units(pairs, -2, copies(width, pairs.size(-2)), width).flatten(-2)
     if kind == "down_proj":
-        k = copies(width, weight.size(-1))
-        return _widen_units(weight / k, -1, k, width)
+        units = -2 if interleaved else -1
+        k = copies(width, weight.size(units))
+        return _widen_units(weight / k, units, k, width)
     if kind == "gate_up_proj":
         return torch.cat([widen_tensor("up_proj", half, width) for half in weight.chunk(2, -2)], -2)
     return _widen_units(weight, -2, copies(width, weight.size(-2)), width)
+
+
+def _units_key(config: dict[str, Any]) -> str:
+    """The key of a `config.json` that holds the units of an expert."""
+    return "intermediate_size" if config.get("model_type") in _INTERLEAVED else "moe_intermediate_size"
 
 
 def _by_layer(folder: Path) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -80,9 +93,11 @@ def _by_layer(folder: Path) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 def _checked_config(folder: Path, width: int) -> dict[str, Any]:
     config = read_config(folder, "source")
-    units = config.get("moe_intermediate_size")
+    units = config.get(_units_key(config))
     if not isinstance(units, int):
-        raise UserError(f"{folder / 'config.json'}: no moe_intermediate_size; widening knows Qwen-MoE-like models")
+        raise UserError(
+            f"{folder / 'config.json'}: no {_units_key(config)}; widening knows Qwen-MoE, DeepSeek and GPT-OSS models"
+        )
     if width < units:
         raise UserError(f"width {width} is less than the {units} units that {folder} has; ask for at least that many")
     return config
@@ -94,7 +109,9 @@ def widen(source: Path, out: Path, factor: int | None = None, width: int | None 
     `factor` must be a power of two; `width` is the exact number of units per expert. The new config names the base
     weights (`ecospec_widened_from`, a fingerprint) and `ecospec_widened_factor` (W / M). Raises UserError.
     """
-    units = read_config(source, "source").get("moe_intermediate_size") or 0
+    saved = read_config(source, "source")
+    key, interleaved = _units_key(saved), saved.get("model_type") in _INTERLEAVED
+    units = saved.get(key) or 0
     if factor is not None:
         if factor < 1 or factor & (factor - 1):
             raise UserError(f"factor {factor} is not a power of two; only those divide bf16 weights exactly")
@@ -113,19 +130,21 @@ def widen(source: Path, out: Path, factor: int | None = None, width: int | None 
     index: dict[str, str] = {}
     size = 0
     for group, tensors in _by_layer(source):
-        name = f"model-{group}.safetensors"
-        for key in list(tensors):
-            if match := _EXPERT.search(key):
-                tensors[key] = widen_tensor(match[1], tensors[key], width)
-        save_file({key: t.contiguous() for key, t in tensors.items()}, out / name, {"format": "pt"})
+        file = f"model-{group}.safetensors"
+        for name in list(tensors):
+            if match := _EXPERT.search(name):
+                tensors[name] = widen_tensor(match[1], tensors[name], width, interleaved)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, out / file, {"format": "pt"})
         size += sum(t.numel() * t.element_size() for t in tensors.values())
-        index |= dict.fromkeys(tensors, name)
-    if not any(_EXPERT.search(key) for key in index):
-        raise UserError(f"{source}: no expert weights of a known layout; widening knows Qwen-MoE-like models")
+        index |= dict.fromkeys(tensors, file)
+    if not any(_EXPERT.search(name) for name in index):
+        raise UserError(
+            f"{source}: no expert weights of a known layout; widening knows Qwen-MoE, DeepSeek and GPT-OSS models"
+        )
     content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
     (out / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
     config |= {
-        "moe_intermediate_size": width, "ecospec_widened_from": fingerprint(source),
+        key: width, "ecospec_widened_from": fingerprint(source),
         "ecospec_widened_factor": width / units * float(config.get("ecospec_widened_factor", 1)),
     }  # fmt: skip
     (out / "config.json").write_text(json.dumps(config, indent=2))
@@ -134,12 +153,15 @@ def widen(source: Path, out: Path, factor: int | None = None, width: int | None 
 
 def _with_width(folder: Path, width: int) -> Any:
     """The target of a folder with its experts widened in memory, bf16."""
+    from ecospec_runtime.compute import install
     from ecospec_runtime.target import Target
 
     target = Target.from_pretrained(folder, dtype="bfloat16")
+    interleaved = target.config.model_type in _INTERLEAVED
     for name, parameter in target.model.named_parameters():
         if match := _EXPERT.search(f".{name}"):
-            parameter.data = widen_tensor(match[1], parameter.data, width)
+            parameter.data = widen_tensor(match[1], parameter.data, width, interleaved)
+    install(target.model)  # again: it arranges the matrices that the kernels read
     return target
 
 
@@ -152,7 +174,8 @@ def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int =
 
     if not 0 < share < 0.9:
         raise UserError(f"share {share} is not between 0 and 0.9; experts can be at most most of a step")
-    units: int = _checked_config(folder, 1 << 30)["moe_intermediate_size"]
+    config = _checked_config(folder, 1 << 30)
+    units: int = config[_units_key(config)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -195,9 +218,7 @@ def main() -> None:
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
     config = read_config(args.out, "output")
-    print(
-        f"{config['moe_intermediate_size']} units per expert, {config['ecospec_widened_factor']:.2f} times -> {args.out}"
-    )
+    print(f"{config[_units_key(config)]} units per expert, {config['ecospec_widened_factor']:.2f} times -> {args.out}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ecospec_kernels.expert_mlp.reference import Gate
+
 from .cases import BF16, FP32, assert_near, random, routing
 
 pytest.importorskip("numba")
@@ -70,6 +72,21 @@ def test_experts(n: int, experts: int, top_k: int, units: int, dtype: torch.dtyp
     assert torch.equal(torch.cat(alone), result)
 
 
+@DTYPES
+@pytest.mark.parametrize("n", [1, 5, 63])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_gates_and_biases(n: int, interleaved: bool, dtype: torch.dtype) -> None:
+    """GPT-OSS's experts: clamped, shifted, biased; the sizes reach the clamps."""
+    hidden, index, weight, up, down = experts_case(n, 12, 4, 18, dtype)
+    gate = Gate(interleaved, 1.702, 1.5, 1.0)
+    biases = random(6, 12, 36, dtype=dtype), random(7, 12, 32, dtype=dtype)
+    for rest in ((gate,), (gate, *biases), (gate, None, biases[1])):
+        expected = op("expert_mlp", "reference")(hidden, index, weight, up, down, *rest)
+        assert_near(op("expert_mlp", "cpu")(hidden, index, weight, up, down, *rest), expected)
+    plain = op("expert_mlp", "reference")(hidden, index, weight, up, down)
+    assert not torch.allclose(plain, expected, rtol=0.1)
+
+
 def test_experts_that_nobody_chose_are_not_read() -> None:
     """Only the first three experts are used; the others hold NaN."""
     case = experts_case(5, 12, 2, 16, BF16, used=3)
@@ -124,8 +141,12 @@ def test_attention(n: int, keys: int, heads: int, groups: int, dim: int, kind: s
     shown = torch.rand(n, keys, generator=torch.Generator().manual_seed(4)) < 0.6
     shown[:, 0] = True
     mask = None if kind == "none" else attention_masks(shown)[kind]
+    sinks = random(5, heads, dtype=BF16, scale=2)
+    with_sinks = op("tree_attention", "cpu")(q, k, v, mask, 0.3, sinks)
+    assert_near(with_sinks, op("tree_attention", "reference")(q, k, v, mask, 0.3, sinks))
     result = op("tree_attention", "cpu")(q, k, v, mask, 0.3)
     assert_near(result, op("tree_attention", "reference")(q, k, v, mask, 0.3))
+    assert not torch.equal(result, with_sinks)
     for i in range(n):  # a row by itself, with only the keys it may see in the cache
         seen = torch.arange(keys) if mask is None else shown[i].nonzero()[:, 0]
         alone = op("tree_attention", "cpu")(q[:, i : i + 1], k[:, seen], v[:, seen], None, 0.3)

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from transformers import GptOssConfig, GptOssForCausalLM
+
 from ecospec_runtime.checkpoint import fingerprint
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
 from pipelines.reference.widen import copies, widen, widen_tensor
+from tests.conftest import tiny_tokenizer
 
 TOKENS = torch.tensor([5, 17, 3, 42, 8, 8, 77])
 
@@ -37,6 +40,28 @@ def test_same_output_and_routing(tiny_target_dir: Path, tmp_path: Path, size: di
     assert config["moe_intermediate_size"] == width
     assert config["ecospec_widened_factor"] == width / 16
     assert config["ecospec_widened_from"] == fingerprint(tiny_target_dir) == fingerprint(wide)
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Transposed, interleaved, biased experts whose clamps are reached."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_local_experts=6, num_experts_per_tok=2, intermediate_size=16, swiglu_limit=0.5, initializer_range=0.4,
+        max_position_embeddings=128, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    model = GptOssForCausalLM(config)
+    for name, p in model.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(p)
+    model.save_pretrained(tmp_path / "narrow")
+    tiny_tokenizer().save_pretrained(tmp_path / "narrow")
+    wide = widen(tmp_path / "narrow", tmp_path / "wide", width=16 * 4 + 8)
+    logits, routing = outputs(wide)
+    expected, expected_routing = outputs(tmp_path / "narrow")
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(routing, expected_routing)
+    assert json.loads((wide / "config.json").read_text())["intermediate_size"] == 72
 
 
 def test_widening_twice_keeps_the_base(tiny_target_dir: Path, tmp_path: Path) -> None:

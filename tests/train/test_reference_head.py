@@ -55,14 +55,17 @@ def test_saved_head_loads_with_the_right_layers_and_map(folder: Path, target: Ta
     assert again.config.aux_layers == (2, 3, 4)
 
 
-def test_a_head_without_an_embedding_goes_on_from_the_targets(folder: Path, target: Target) -> None:
-    assert isinstance(target.model, Qwen3MoeForCausalLM)
-    tensors = load_file(folder / "model.safetensors")
-    own = tensors.pop("embed_tokens.weight")
-    save_file(tensors, folder / "model.safetensors")
-    head, _ = reference.load_head(folder, target.model)
-    torch.testing.assert_close(head.embed_tokens.weight.data, target.model.model.embed_tokens.weight.data)
-    assert not torch.equal(head.embed_tokens.weight.data, own.float())
+def test_a_head_that_shares_the_targets_embedding_goes_on_sharing_it(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "DRAFT_VOCABULARY", 40)
+    head = reference.new_head(target.model, torch.arange(40), own_embedding=False)
+    reference.save_head(head, torch.arange(40), tmp_path)
+    again, _ = reference.load_head(tmp_path, target.model)
+    assert not hasattr(again, "embed_tokens")
+    module = reference.HeadModule(target.model, again, torch.arange(40), minutes=1, lr=1e-3, steps=2, share=1.0)
+    losses = module.losses(torch.randint(1, 96, (2, 16)))
+    assert len(losses) == 3 and all(loss.isfinite() for loss, _ in losses)
 
 
 def test_unrolled_steps_are_what_drafting_computes(folder: Path, target: Target) -> None:

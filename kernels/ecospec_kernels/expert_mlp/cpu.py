@@ -20,6 +20,7 @@ from ecospec_kernels.blocks import (
     workspace,
     write_row,
 )  # fmt: skip
+from ecospec_kernels.expert_mlp.reference import SWIGLU, Gate
 from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
 
 
@@ -49,16 +50,34 @@ def _sort_pairs(index: int, pairs: int, experts: int, starts: int, order: int) -
 
 
 @numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")  # a check for division by zero would not vectorise
-def _swiglu(gate_up: int, units: int, row: int) -> None:
+def _gated(gate_up: int, units: int, interleaved: bool, alpha: float, limit: float, shift: float, row: int) -> None:
+    """See `Gate` in `reference.py`; both loops have constant strides, so that they vectorise."""
     values, out = view(gate_up, 2 * units, np.float32), view(row, units, np.float32)
-    for i in range(units):
-        gate = values[i]
-        out[i] = gate / (np.float32(1.0) + exp(-gate)) * values[units + i]
+    a, most, s = np.float32(alpha), np.float32(limit), np.float32(shift)
+    if interleaved:
+        for i in range(units):
+            gate = min(values[2 * i], most)
+            out[i] = gate / (np.float32(1.0) + exp(-a * gate)) * (min(max(values[2 * i + 1], -most), most) + s)
+    else:
+        for i in range(units):
+            gate = min(values[i], most)
+            out[i] = gate / (np.float32(1.0) + exp(-a * gate)) * (min(max(values[units + i], -most), most) + s)
+
+
+@numba.njit(nogil=True)
+def _add_bias(row: int, columns: int, bias: int, bf16: bool, scratch: int) -> None:
+    """row += bias; `scratch` has room for `columns` numbers."""
+    if bias:
+        read_row(bias, columns, bf16, scratch)
+        out, values = view(row, columns, np.float32), view(scratch, columns, np.float32)
+        for i in range(columns):
+            out[i] += values[i]
 
 
 @compiled
 def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int, experts: int, gate_up: int, down: int,
-             units: int, x_bf16: bool, w_bf16: bool, part: int, parts: int, y: int, scratch: int) -> bool:  # fmt: skip
+             units: int, x_bf16: bool, w_bf16: bool, interleaved: bool, alpha: float, limit: float, shift: float,
+             gate_up_bias: int, down_bias: int, part: int, parts: int, y: int, scratch: int) -> bool:  # fmt: skip
     """y [n * slots, hidden] (fp32): each pair's expert output, for every `parts`-th touched expert from `part` on."""
     planes, size = 2 if w_bf16 else 1, 2 if w_bf16 else 4
     in_plane, mid_plane = plane_length(hidden, planes), plane_length(units, planes)
@@ -69,6 +88,7 @@ def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int,
     packed_mid = packed_in + n * in_stride
     inner = packed_mid + n * mid_stride
     outer = inner + 8 * n * units
+    bias = outer + 4 * n * hidden
     if not _sort_pairs(index, n * slots, experts, starts, order):
         return False
     begins, pair = view(starts, experts + 2, np.int64), view(order, n * slots, np.int64)
@@ -89,11 +109,14 @@ def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int,
             matmul(w_bf16, gate_up + e * 2 * units * hidden * size, hidden * size, hidden // planes, 0, 2 * units,
                    packed_in, in_stride, in_plane, rows, inner, 8 * units)  # fmt: skip
             for i in range(rows):
-                _swiglu(inner + 8 * i * units, units, row)
+                at = inner + 8 * i * units
+                _add_bias(at, 2 * units, gate_up_bias and gate_up_bias + e * 2 * units * size, w_bf16, bias)
+                _gated(at, units, interleaved, alpha, limit, shift, row)
                 pack_row(row, units, planes, packed_mid + i * mid_stride)
             matmul(w_bf16, down + e * hidden * units * size, units * size, units // planes, 0, hidden,
                    packed_mid, mid_stride, mid_plane, rows, outer, 4 * hidden)  # fmt: skip
             for i in range(rows):
+                _add_bias(outer + 4 * i * hidden, hidden, down_bias and down_bias + e * hidden * size, w_bf16, bias)
                 write_row(outer + 4 * i * hidden, hidden, False, y + pair[chunk + i] * hidden * 4)
     return True
 
@@ -106,6 +129,7 @@ def _scratch_size(n: int, hidden: int, units: int, slots: int, experts: int) -> 
         + max(hidden, units)
         + LANES
         + n * (2 * hidden + 3 * units + 4 * LANES)
+        + max(hidden, 2 * units)
     )
 
 
@@ -128,7 +152,10 @@ def _combine(y: int, n: int, hidden: int, index: int, weights: int, slots: int, 
         write_row(scratch, hidden, bf16, out + t * hidden * (2 if bf16 else 4))
 
 
-def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def expert_mlp(
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, gate: Gate = SWIGLU,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Same contract as the reference; see `dispatch.supports_experts` for what it takes."""
     n, hidden = hidden_ND.shape
     slots, experts, units = index_NK.size(1), gate_up.size(0), down.size(2)
@@ -138,7 +165,8 @@ def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: 
     index = index_NK.data_ptr()
     arguments = (
         hidden_ND.data_ptr(), hidden_ND.stride(0) * (2 if x_bf16 else 4), n, hidden, index, slots, experts,
-        gate_up.data_ptr(), down.data_ptr(), units, x_bf16, w_bf16,
+        gate_up.data_ptr(), down.data_ptr(), units, x_bf16, w_bf16, *gate,
+        0 if gate_up_bias is None else gate_up_bias.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(),
     )  # fmt: skip
     size = _scratch_size(n, hidden, units, slots, experts)
     address, threads = y.data_ptr(), torch.get_num_threads()

@@ -1,6 +1,7 @@
 """`expert_mlp`: the experts of one MoE layer, reading each touched expert's weights once for all of its tokens.
 
-out[t] = sum_k weights[t, k] * down_e(act(gate_e(x[t])) * up_e(x[t])) with e = index[t, k]; the sum runs in slot order k.
+out[t] = sum_k weights[t, k] * down_e(gated(gate_e(x[t]), up_e(x[t]))) with e = index[t, k]; the sum runs in slot order k.
+`Gate` says what `gated` is.
 
 Shapes: n tokens, K experts per token, E experts, D hidden size, M units per expert. Layouts follow the attributes of
 transformers' experts modules (`transformers.integrations.moe.use_experts_implementation`).
@@ -8,11 +9,32 @@ transformers' experts modules (`transformers.integrations.moe.use_experts_implem
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Gate(NamedTuple):
+    """gated(gate, up) = (clamp(up, -limit, limit) + shift) * g * sigmoid(alpha * g), g = min(gate, limit).
+
+    `interleaved`: rows of gate_up alternate gate, up; else all gates come first.
+    """
+
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = float("inf")
+    shift: float = 0.0
+
+    def apply(self, gate_up: Tensor) -> Tensor:
+        """[..., 2M] -> [..., M]."""
+        gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + self.shift) * gate * torch.sigmoid(self.alpha * gate)
+
+
+SWIGLU = Gate()
 
 
 def touched_experts(index_NK: Tensor, experts: int) -> list[int]:
@@ -47,8 +69,11 @@ def module_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: 
     return slots.sum(1).to(hidden_ND.dtype)
 
 
-def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """SwiGLU experts, gate rows before up rows: gate_up [E, 2M, D], down [E, D, M] -> [n, D] in hidden's dtype.
+def expert_mlp(
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, gate: Gate = SWIGLU,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """gate_up [E, 2M, D], down [E, D, M], biases [E, 2M] and [E, D] or None -> [n, D] in hidden's dtype.
 
     Everything between input and output is fp32. Raises IndexError for an expert id outside [0, E].
     """
@@ -58,7 +83,8 @@ def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: 
     slots = torch.zeros((*index_NK.shape, hidden_ND.size(-1)), dtype=torch.float32, device=hidden_ND.device)
     for e in touched_experts(index_NK, experts):
         token, slot = torch.where(index_NK == e)
-        gate, up = F.linear(hidden_ND[token].float(), gate_up[e].float()).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, down[e].float())
+        biases = [None if bias is None else bias[e].float() for bias in (gate_up_bias, down_bias)]
+        inner = gate.apply(F.linear(hidden_ND[token].float(), gate_up[e].float(), biases[0]))
+        y = F.linear(inner, down[e].float(), biases[1])
         slots[token, slot] = y * weight_NK[token, slot, None].float()
     return slots.sum(1).to(hidden_ND.dtype)

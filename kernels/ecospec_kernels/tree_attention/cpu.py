@@ -43,13 +43,13 @@ def _bias(mask: int, kind: int, j: int) -> np.float32:
 
 
 @numba.njit(nogil=True, fastmath={"contract", "reassoc"})
-def _softmax(scores: int, kept: int) -> None:
-    """Softmax in place over `kept` fp32 numbers."""
+def _softmax(scores: int, kept: int, sink: np.float32) -> None:
+    """Softmax in place over `kept` fp32 numbers and a sink, which gets no value; -inf is none."""
     p = view(scores, kept, np.float32)
-    top = p[0]
+    top = max(p[0], sink)
     for i in range(kept):
         top = max(top, p[i])
-    total = np.float32(0.0)
+    total = exp(sink - top) if sink > MASKED else np.float32(0.0)
     for i in range(kept):
         p[i] = exp(p[i] - top)
         total += p[i]
@@ -72,8 +72,8 @@ def _add_values(row: int, v: int, v_stride: int, keys: int, weights: int, kept: 
 @compiled
 def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v: int, v_head: int, v_row: int,
             mask: int, mask_row: int, mask_kind: int, heads: int, groups: int, n: int, keys: int, dim: int,
-            scale: float, out: int, scratch: int) -> None:  # fmt: skip
-    """Strides in bytes. `keys` >= BLOCK. `scratch`: laid out as `_scratch_size` counts."""
+            scale: float, sinks: int, out: int, scratch: int) -> None:  # fmt: skip
+    """Strides in bytes. `keys` >= BLOCK. `sinks`: fp32 [heads], or 0. `scratch`: laid out as `_scratch_size` counts."""
     plane = plane_length(dim, 2)
     share, stride = heads // groups, 8 * plane
     kept_keys = scratch
@@ -88,6 +88,9 @@ def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v:
         matmul_bf16(k + g * k_head, k_row, dim // 2, 0, keys, packed, stride, plane, share * n, scores, 4 * keys)
         index = view(kept_keys, keys, np.int64)
         for h in range(share):
+            sink = np.float32(-np.inf)
+            if sinks:
+                sink = view(sinks, heads, np.float32)[g * share + h]
             for t in range(n):
                 line = scores + (h * n + t) * 4 * keys
                 score = view(line, keys, np.float32)
@@ -98,7 +101,7 @@ def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v:
                         score[kept] = score[j] * np.float32(scale) + bias
                         index[kept] = j
                         kept += 1
-                _softmax(line, kept)
+                _softmax(line, kept, sink)
                 _add_values(row, v + g * v_head, v_row, kept_keys, line, kept, dim)
                 write_row(row, dim, True, out + (t * heads + g * share + h) * dim * 2)
 
@@ -108,7 +111,9 @@ def _scratch_size(n: int, share: int, keys: int, dim: int) -> int:
     return 2 * keys + dim + n * share * (dim + 2 * LANES + keys)
 
 
-def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float) -> Tensor:
+def tree_attention(
+    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
+) -> Tensor:
     """Same contract as the reference; see `dispatch.supports_attention` for what it takes."""
     heads, n, dim = q_HnD.shape
     groups, keys, _ = k_GJD.shape
@@ -119,6 +124,7 @@ def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor 
         k_GJD, v_GJD = (torch.nn.functional.pad(x, (0, 0, *padding)) for x in (k_GJD, v_GJD))
         keys = BLOCK
     out = torch.empty((n, heads, dim), dtype=torch.bfloat16)
+    sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
     q_head, q_row, _ = q_HnD.stride()
     k_head, k_row, _ = k_GJD.stride()
     v_head, v_row, _ = v_GJD.stride()
@@ -127,6 +133,6 @@ def tree_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor 
         kind = {torch.bool: BOOL_MASK, torch.bfloat16: BF16_MASK, torch.float32: FP32_MASK}[mask_nJ.dtype]
         mask, mask_row = mask_nJ.data_ptr(), mask_nJ.stride(0) * mask_nJ.element_size()
     _attend(q_HnD.data_ptr(), 2 * q_head, 2 * q_row, k_GJD.data_ptr(), 2 * k_head, 2 * k_row, v_GJD.data_ptr(),
-            2 * v_head, 2 * v_row, mask, mask_row, kind, heads, groups, n, keys, dim, scale, out.data_ptr(),
-            workspace(_scratch_size(n, heads // groups, keys, dim)))  # fmt: skip
+            2 * v_head, 2 * v_row, mask, mask_row, kind, heads, groups, n, keys, dim, scale,
+            0 if sinks_H is None else sinks_H.data_ptr(), out.data_ptr(), workspace(_scratch_size(n, heads // groups, keys, dim)))  # fmt: skip
     return out
