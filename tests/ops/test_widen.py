@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from ecospec_runtime.checkpoint import fingerprint

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from ecospec_runtime.config import PoolConfig
