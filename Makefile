@@ -1,7 +1,8 @@
 # Every target does its own set-up: a virtual environment in .venv and a pinned install, once.
 #   make test        everything that proves the project (about 3 minutes on 2 cores)
 #   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (8 to 13 minutes)
-#   make reference   train a reference target and drafter like the committed ones (under three hours)
+#   make reference   train a reference target and drafter like the committed ones (under three hours); from the committed
+#                    one, with FAMILY=gpt-oss or FAMILY=deepseek-v3, a reference of that architecture (90 minutes)
 #   make lint        ruff and mypy
 # PYTHON=...   another interpreter (3.11 to 3.13).  PIP_ARGS=...  for example another index of torch builds.
 
@@ -54,6 +55,9 @@ reference: export MALLOC_TOP_PAD_ := 1000000000
 reference: export MALLOC_MMAP_MAX_ := 0
 reference: export OMP_NUM_THREADS := 1
 reference: $(STAMP)
+ifdef FAMILY
+	$(BIN)/python -m pipelines.reference.family --family pipelines/reference/families/$(FAMILY).yaml --out runs/reference/$(FAMILY)
+else
 	$(BIN)/python -m pipelines.reference.corpus --out runs/reference/corpus
 	$(BIN)/python -m pipelines.reference.target --corpus runs/reference/corpus --out runs/reference/base
 	$(BIN)/python -m pipelines.reference.unlikelihood --corpus runs/reference/corpus --init runs/reference/base --out runs/reference/mixed
@@ -61,6 +65,7 @@ reference: $(STAMP)
 	$(BIN)/python -m pipelines.reference.own_text --corpus runs/reference/corpus --target runs/reference/target --out runs/reference/own.npy
 	$(BIN)/python -m pipelines.reference.head --corpus runs/reference/corpus --target runs/reference/target --own runs/reference/own.npy --out runs/reference/drafter --minutes 60
 	$(BIN)/python -m pipelines.reference.report --corpus runs/reference/corpus --target runs/reference/target --head runs/reference/drafter --out runs/reference
+endif
 
 clean:
 	rm -rf runs/quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Measure the reference target and head on held-out text; write `manifest.json` and `report.md`.
+"""Measure a reference target and its drafter on held-out text; write `manifest.json` and `report.md`.
 
     python -m pipelines.reference.report --corpus runs/reference/corpus --target runs/reference/target \
         --head runs/reference/head --out runs/reference
@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 
+from ecospec_runtime.checkpoint import weight_files
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters import load_drafter
-from ecospec_runtime.drafters.eagle3 import Eagle3Drafter
-from ecospec_runtime.drafters.eagle3_config import read_tensors
+from ecospec_runtime.drafters.base import Drafter
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.statistics import loop_share
 from ecospec_runtime.target import Target
@@ -109,7 +110,7 @@ def accepted_depth(pool: Pool, future: list[int]) -> int:
 
 
 def head_quality(
-    target: Target, drafter: Eagle3Drafter, prompts: NDArray[np.int64], texts: list[list[int]]
+    target: Target, drafter: Drafter, prompts: NDArray[np.int64], texts: list[list[int]]
 ) -> dict[str, Any]:
     """Acceptance of the head's own chain by depth, coverage by its best k, and tokens accepted from a whole pool.
 
@@ -147,6 +148,18 @@ def head_quality(
     }
 
 
+def drafter_weights(folder: Path, kind: str, layers: int) -> tuple[int, int]:
+    """Parameters and bytes of a head, or of the layer in a target's checkpoint that drafts."""
+    parameters = size = 0
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
+                if name.startswith(f"model.layers.{layers}.") if kind == "mtp" else name not in ("d2t", "t2d"):
+                    tensor = file.get_tensor(name)
+                    parameters, size = parameters + tensor.numel(), size + tensor.nbytes
+    return parameters, size
+
+
 def weights_summary(folder: Path, parameters: int) -> dict[str, Any]:
     """Parameters, bytes on disk and what the training run wrote about itself."""
     files = sorted(folder.glob("*.safetensors"))
@@ -163,7 +176,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     corpus = json.loads((args.corpus / "manifest.json").read_text())
     target = Target.from_pretrained(args.target, dtype="float32")
     drafter = load_drafter(args.head, target)
-    assert isinstance(drafter, Eagle3Drafter)
     about_target = weights_summary(args.target, sum(p.numel() for p in target.model.parameters()))
     tokens = args.tokens or about_target["training_tokens"]
     held_out = spread_windows(args.corpus / "bench.npy", args.windows)
@@ -173,7 +185,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     frequent = unigram(train, target.vocab_size)[held_out[:, ORDER - 1 :]]
     prompts = spread_windows(args.corpus / "bench.npy", args.prompts + 2, 128)[1:-1]
     texts = greedy(target, prompts, 128)
-    head_parameters = sum(t.numel() for n, t in read_tensors(args.head).items() if n not in ("d2t", "t2d"))
+    parameters, size = drafter_weights(args.head, drafter.kind, target.layers)
     return {
         "corpus": {"sha256": corpus["train"]["sha256"], "bench_sha256": corpus["bench"]["sha256"], "train_tokens": corpus["train"]["tokens"]},
         "seed": args.seed,
@@ -193,7 +205,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             },
             "experts": balance(load),
         },
-        "head": weights_summary(args.head, head_parameters) | {"fingerprint": drafter.fingerprint, "aux_layers": drafter.aux_layers}
+        "head": weights_summary(args.head, parameters)
+        | {"kind": drafter.kind, "bytes": size, "fingerprint": drafter.fingerprint, "aux_layers": drafter.aux_layers}
         | head_quality(target, drafter, prompts, texts),
     }  # fmt: skip
 
@@ -204,7 +217,7 @@ def table(manifest: dict[str, Any]) -> str:
     p, g = target["perplexity"], target["greedy"]
     worst = max(target["experts"], key=lambda row: row["max_over_mean"])
     lines = [
-        "# Reference target and head", "",
+        "# Reference target and drafter", "",
         "Measured on packages held out from training, by `python -m pipelines.reference.report`.", "",
         "| target | |", "|---|---|",
         f"| parameters, bytes | {target['parameters'] / 1e6:.1f} M, {target['bytes'] / 1e6:.1f} MB |",
@@ -217,7 +230,7 @@ def table(manifest: dict[str, Any]) -> str:
         f"| expert load: worst layer's largest over mean | {worst['max_over_mean']} |", "",
         "| layer | largest / mean load | entropy of load (1 is even) |", "|---|---|---|",
         *(f"| {i} | {row['max_over_mean']} | {row['entropy']} |" for i, row in enumerate(target["experts"])), "",
-        f"Head: {head['parameters'] / 1e6:.2f} M parameters, {head['bytes'] / 1e6:.1f} MB, {head['training_tokens']} tokens.",
+        f"Drafter ({head.get('kind', 'eagle3')}): {head['parameters'] / 1e6:.2f} M parameters, {head['bytes'] / 1e6:.1f} MB, {head['training_tokens']} tokens.",
         f"Along {head['positions']} positions of greedy text; depth d counts where its own chain was right down to d - 1.",
         "",
         "| depth | accepted | " + " | ".join(f"in its best {k}" for k in COVERAGE[1:]) + " |",
