@@ -14,42 +14,58 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ecospec_kernels import dispatch
-from ecospec_kernels.expert_mlp.reference import module_experts
+from ecospec_kernels.expert_mlp.reference import Gate, module_experts
 from ecospec_kernels.pages import use_huge_pages
 from ecospec_runtime.console import note
 
-NAME = "ecospec"
+NAME, SINKS = "ecospec", "ecospec_sinks"
 
 
-def plain_swiglu(module: Any) -> bool:
-    """Whether an experts module is SwiGLU in the layout of the `expert_mlp` op."""
-    flags = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True,
-             "has_post_expert_norm": False}  # fmt: skip
-    return (
-        all(getattr(module, name, default) == default for name, default in flags.items())
-        and getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
-        and isinstance(module.act_fn, nn.SiLU | type(ACT2FN["silu"]))
-    )
+def gate_of(module: Any) -> Gate | None:
+    """How an experts module joins gate and up, if the `expert_mlp` op can: found by trying, so that no variant is guessed."""
+    if not getattr(module, "has_gate", True) or getattr(module, "has_post_expert_norm", False):
+        return None
+    gates = [Gate(interleaved=not getattr(module, "is_concatenated", True))]
+    if hasattr(module, "alpha") and hasattr(module, "limit"):
+        gates.append(gates[0]._replace(alpha=module.alpha, limit=module.limit, shift=1.0))
+    x = 6 * torch.randn(8, 64, generator=torch.Generator().manual_seed(0))  # some beyond any clamp
+    own = module._apply_gate(x)
+    return next((g for g in gates if torch.allclose(own, g.apply(x), rtol=1e-4, atol=1e-4)), None)
+
+
+def expert_weights(module: Any) -> tuple[Tensor | None, ...]:
+    """gate_up [E, 2M, D], down [E, D, M] and their biases or None, as the `expert_mlp` op wants them."""
+    parameters = module._parameters
+    matrices = parameters["gate_up_proj"], parameters["down_proj"]
+    if getattr(module, "is_transposed", False):
+        matrices = matrices[0].mT, matrices[1].mT
+    return *matrices, parameters.get("gate_up_proj_bias"), parameters.get("down_proj_bias")
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Experts function for transformers' registry: [n, D], [n, K], [n, K] -> [n, D]."""
-    plain = self.__dict__.get("_ecospec_plain")
-    if plain is None:
-        plain = self._ecospec_plain = plain_swiglu(self)
-    if plain:
-        parameters = self._parameters
-        matrices = parameters["gate_up_proj"], parameters["down_proj"]
-        if dispatch.supports_experts(hidden_states, top_k_index, top_k_weights, *matrices):
-            return dispatch.cpu_experts(hidden_states, top_k_index, top_k_weights, *matrices)
+    if "_ecospec_gate" not in self.__dict__:
+        self._ecospec_gate = gate_of(self)
+    if self._ecospec_gate is not None:
+        gate_up, down, *biases = expert_weights(self)
+        if dispatch.supports_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, *biases):  # type: ignore[arg-type]
+            rest = (self._ecospec_gate, *biases)
+            return dispatch.cpu_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, *rest)  # type: ignore[arg-type]
     return module_experts(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _arrange(module: Any) -> None:
+    """Lay transposed expert matrices out row by row, as the kernel reads them; shapes and values stay."""
+    for name in ("gate_up_proj", "down_proj"):
+        parameter = module._parameters[name]
+        parameter.data = parameter.data.mT.contiguous().mT
+        use_huge_pages(parameter.mT)
 
 
 def attention_forward(
@@ -66,6 +82,20 @@ def attention_forward(
             scale = q.size(-1) ** -0.5 if scaling is None else scaling
             return dispatch.tree_attention(q, k, v, mask, scale)[None], None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def sink_attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    dropout: float = 0.0, s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`attention_forward` for modules with a sink per head; whatever the kernel does not take goes to their own eager code."""
+    if query.size(0) == 1 and (attention_mask is None or attention_mask.size(1) == 1):
+        mask = attention_mask if attention_mask is None else attention_mask[0, 0]
+        q, k, v = query[0], key[0], value[0]
+        if (mask is not None or query.size(2) == 1) and dispatch.supports_attention(q, k, v, mask):
+            return dispatch.tree_attention(q, k, v, mask, scaling, s_aux)[None], None
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, s_aux=s_aux, **kwargs)  # type: ignore[no-any-return]
 
 
 class FewRowLinear(nn.Linear):
@@ -124,12 +154,15 @@ def _experts(model: Any) -> None:
 
 
 def _attention(model: Any) -> None:
-    """Replace `sdpa` attention by the "ecospec" one; other choices (eager for attention sinks) stay."""
+    """Replace `sdpa` attention, and eager attention with sinks, by the "ecospec" ones; other choices stay."""
     if NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        for name, function, like in ((NAME, attention_forward, "sdpa"), (SINKS, sink_attention_forward, "eager")):
+            ALL_ATTENTION_FUNCTIONS.register(name, function)
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[like])
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME)
+    elif model.config._attn_implementation == "eager" and any(hasattr(m, "sinks") for m in model.modules()):
+        model.set_attn_implementation(SINKS)
 
 
 @torch.no_grad()
@@ -144,6 +177,9 @@ def install(model: Any, device: str | torch.device | None = None) -> None:
         note("compiling the CPU kernels: once, up to a minute")
     for parameter in model.parameters():
         use_huge_pages(parameter)
+    for module in model.modules():
+        if getattr(module, "is_transposed", False) and "gate_up_proj" in module._parameters:
+            _arrange(module)
     if model.dtype != torch.bfloat16:
         return
     _attention(model)
