@@ -182,6 +182,14 @@ def test_copies_of_the_targets_own_weights_are_passed_over(make: Make, target: T
     assert load_drafter(make("speculators", edit), target).kind == "eagle3"
 
 
+def test_an_embedding_that_was_not_saved_is_the_targets(make: Make, target: Target, tmp_path: Path) -> None:
+    saved = make("speculators")
+    bare = edit_head(saved, tmp_path / "bare", lambda tensors, config: tensors.__delitem__("embed_tokens.weight"))
+    heads: list[Any] = [load_drafter(folder, target) for folder in (saved, bare)]
+    assert [head.config.own_embedding for head in heads] == [True, False]
+    assert torch.equal(heads[0]._rows.embedding, heads[1]._rows.embedding)
+
+
 def test_a_head_with_another_tokenizer_is_refused(make: Make, target: Target) -> None:
     folder = make("speculators")
     tokenizer = tiny_tokenizer()
