@@ -1,16 +1,18 @@
-"""Checks whether an installation can be trusted: versions, bundle, and equality of greedy text with and without speculation."""
+"""Checks whether an installation can be trusted: versions, bundle, greedy text with and without speculation, a draft head's layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ecospec_runtime.bundle import load_bundle
 from ecospec_runtime.config import GenerationConfig
+from ecospec_runtime.drafters.eagle3_layouts import IDS
 from ecospec_runtime.engine import Engine
+from ecospec_runtime.layer_check import DEPTH, FEWEST, better_neighbour, measure
 from ecospec_runtime.machine import describe, versions
 from ecospec_runtime.statistics import divergence, first_divergence
 from ecospec_runtime.target import Target
@@ -30,6 +32,7 @@ PROMPTS = (
 MOST_PROMPTS = 64  # of a file
 NEAR_TIE = 0.25  # logits: a bfloat16 argmax may flip below this gap without anything being wrong
 POLICY = "confidence:budget=8,acceptance=raw"
+LITTLE = 0.1  # share of right first tokens below which a draft head is no use
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ def examine(
         findings.append(check_reference(engine.target, texts, plain, max_new_tokens))
     for policy in policies_to_try(engine):
         findings.append(check_policy(engine, policy, texts, plain, config))
+    if engine.drafter is not None and engine.drafter.kind == "eagle3":
+        findings += check_head(engine.target, engine.drafter, texts, plain)
     return findings
 
 
@@ -143,3 +148,29 @@ def check_policy(
     if exact or max(gaps) > NEAR_TIE:
         return Finding("FAIL", policy, message + "; do not serve this: the target or the drafter's cache is wrong")
     return Finding("warn", policy, message + "; near ties that flip with the shape of a pass, as bfloat16 does")
+
+
+def check_head(target: Target, drafter: Any, texts: list[list[int]], plain: list[list[int]]) -> list[Finding]:
+    """What an EAGLE-3 head gets right by itself, and whether its neighbouring target layers would do better."""
+    found = [Finding("warn", "draft head", note) for note in drafter.notes]
+    chains = measure(target, drafter, list(zip(texts, plain, strict=True)))
+    own = chains[0]
+    if len(own.right) < FEWEST:
+        reason = f"too few positions to measure acceptance ({len(own.right)}); give longer prompts or --max-new-tokens"
+        return [*found, Finding("ok", "draft head", reason)]
+    message = (
+        f"its own greedy chain on layers {own.layers} has {own.first:.0%} of first tokens right and {own.mean:.2f} of "
+        f"{DEPTH} tokens, over {len(own.right)} positions"
+    )
+    better = better_neighbour(chains)
+    if better is not None:
+        found.append(Finding(
+            "warn", "draft head",
+            f"{message}; layers {better.layers} would have {better.mean:.2f} right, so the layer ids look one off: write "
+            f'"{IDS}": {list(better.layers)} at the top level of the head\'s config.json and no other ids',
+        ))  # fmt: skip
+    elif own.first < LITTLE:
+        found.append(Finding("warn", "draft head", f"{message}; a head made for this target does far better"))
+    else:
+        found.append(Finding("ok", "draft head", message))
+    return found

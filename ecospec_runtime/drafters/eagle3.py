@@ -1,7 +1,7 @@
 """EAGLE-3 draft head: one decoder layer over (target features, next token), used again on its own states below the root.
 
 The first h of a row is `fc` of the target's captured hidden states; the layer (see `ecospec_kernels.draft_layer`) gives the
-next h; logits are `lm_head(norm(h))`, and what feeds on is the pre-norm h.
+next h; logits are `lm_head(norm(h))`, and what feeds on is the pre-norm h, or `norm(h)` in a head with `norm_output`.
 Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test", arXiv 2503.01840.
 
 Legend of shapes: m rows, H hidden, D head dim, G key-value heads, F feature width, V draft vocabulary.
@@ -25,7 +25,14 @@ from ecospec_kernels.draft_rows.reference import RowWeights, normed
 from ecospec_kernels.draft_tree.reference import Shape, Tree, TreeWeights
 from ecospec_runtime.checkpoint import DTYPES, fingerprint
 from ecospec_runtime.config import PoolConfig
-from ecospec_runtime.drafters.eagle3_config import HeadConfig, check_fit, checked_map, read_head_config, read_tensors
+from ecospec_runtime.drafters.eagle3_config import (
+    HeadConfig,
+    check_fit,
+    check_tokenizer,
+    checked_map,
+    read_head_config,
+    read_tensors,
+)
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Pool
 
@@ -39,7 +46,7 @@ class HeadWeights:
     layer: LayerWeights
     fc_HF: Tensor
     lm_head_VH: Tensor
-    final_norm_H: Tensor
+    final_norm_H: Tensor | None  # None: the layer's states are normed already
     feature_norms: tuple[Tensor, ...]  # one over all features, or one per captured layer, or none
 
     def fuse(self, features_mF: Tensor) -> Tensor:
@@ -48,15 +55,21 @@ class HeadWeights:
 
     def logits(self, states: Tensor) -> Tensor:
         """Draft-vocabulary logits `[..., m, V]`."""
-        return linear(self.layer.norm(states, self.final_norm_H), self.lm_head_VH)
+        normed = states if self.final_norm_H is None else self.layer.norm(states, self.final_norm_H)
+        return linear(normed, self.lm_head_VH)
 
     def stored(self, matrices: torch.dtype, rows: torch.dtype, device: torch.device) -> HeadWeights:
         """Detached copy with matrices and everything else in these types."""
 
         def convert(value: Any) -> Any:
-            return value.detach().to(device, matrices if value.dim() == 2 else rows).contiguous()
+            return (
+                None
+                if value is None
+                else value.detach().to(device, matrices if value.dim() == 2 else rows).contiguous()
+            )
 
-        names = ("qkv", "out", "gate_up", "down", "input_norm", "hidden_norm", "post_norm")
+        names = ("qkv", "out", "gate_up", "down", "input_norm", "hidden_norm", "post_norm", "qkv_bias", "out_bias",
+                 "output_norm")  # fmt: skip
         layer = replace(self.layer, **{name: convert(getattr(self.layer, name)) for name in names})
         norms = tuple(convert(w) for w in self.feature_norms)
         return HeadWeights(layer, convert(self.fc_HF), convert(self.lm_head_VH), convert(self.final_norm_H), norms)
@@ -78,16 +91,16 @@ class Eagle3Head(nn.Module):
         self.config = c = config
         features = len(c.aux_layers) * c.target_hidden_size
 
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False)
+        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias)
 
         def norm(width: int) -> nn.RMSNorm:
             return nn.RMSNorm(width, c.eps)
 
         self.fc = linear(features, c.hidden_size)
         heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
-        attention = {f"{name}_proj": linear(2 * c.hidden_size, n * c.head_dim) for name, n in heads.items()}
-        attention["o_proj"] = linear(c.heads * c.head_dim, c.hidden_size)
+        attention = {f"{name}_proj": linear(2 * c.hidden_size, n * c.head_dim, c.qkv_bias) for name, n in heads.items()}
+        attention["o_proj"] = linear(c.heads * c.head_dim, c.hidden_size, c.out_bias)
         mlp = {f"{name}_proj": linear(c.hidden_size, c.intermediate_size) for name in ("gate", "up")}
         mlp["down_proj"] = linear(c.intermediate_size, c.hidden_size)
         norms = {name: norm(c.hidden_size) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
@@ -110,13 +123,17 @@ class Eagle3Head(nn.Module):
             feature_norms = (p["input_norm.weight"],)
         elif c.fc_norm:
             feature_norms = tuple(p[f"fc_norm.{i}.weight"] for i in range(len(c.aux_layers)))
+        biases: list[Tensor] = [p[f"midlayer.self_attn.{name}_proj.bias"] for name in "qkv" if c.qkv_bias]
         layer = LayerWeights(
             torch.cat((q, k, v)), out,
             torch.cat((p["midlayer.mlp.gate_proj.weight"], p["midlayer.mlp.up_proj.weight"])),
             p["midlayer.mlp.down_proj.weight"], p["midlayer.input_layernorm.weight"], p["midlayer.hidden_norm.weight"],
             p["midlayer.post_attention_layernorm.weight"], c.heads, c.kv_heads, c.head_dim, c.eps, c.norm_before_residual,
+            torch.cat(biases) if biases else None, p.get("midlayer.self_attn.o_proj.bias"),
+            p["norm.weight"] if c.norm_output else None,
         )  # fmt: skip
-        return HeadWeights(layer, p["fc.weight"], p["lm_head.weight"], p["norm.weight"], feature_norms)
+        final = None if c.norm_output else p["norm.weight"]
+        return HeadWeights(layer, p["fc.weight"], p["lm_head.weight"], final, feature_norms)
 
 
 @dataclass
@@ -125,7 +142,7 @@ class Eagle3Sequence:
 
     keys: Tensor  # [G, capacity, D]
     values: Tensor  # [G, capacity, D]
-    states: Tensor  # [capacity, H] pre-norm state of every row
+    states: Tensor  # [capacity, H] the state of every row that feeds on
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -158,7 +175,7 @@ class Eagle3Drafter:
         if device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):
             embedding = embedding.float()  # what the kernels read
         self.config, self.fingerprint, self.source = head.config, digest, source
-        self.width, self.aux_layers = self.config.hidden_size, self.config.aux_layers
+        self.width, self.aux_layers, self.notes = head.config.hidden_size, head.config.aux_layers, head.config.notes
         self._dtype = torch.float32 if device.type == "cpu" else dtype
         weights = head.weights().stored(dtype, self._dtype, device)
         layer = weights.layer
@@ -247,13 +264,14 @@ class Eagle3Drafter:
 
 
 def load_eagle3(folder: Path, source: str, target: Any, dtype: str = "auto") -> Eagle3Drafter:
-    """Load a head in the flat published layout for a target. Raises UserError naming the file, tensor or key at fault.
+    """Load a head in either published layout for a target. Raises UserError naming the file, tensor or key at fault.
 
     `dtype` is how matrices are kept: auto as saved. Rows are computed in float32 on a CPU, whatever `dtype`.
     """
     tensors = read_tensors(folder)
     config = read_head_config(folder, target, tensors)
     check_fit(config, target, source)
+    check_tokenizer(folder, target, source)
     target_ids = checked_map(config, tensors, source)
     head = Eagle3Head(config)
     fill(head, {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, source)

@@ -1,6 +1,6 @@
-"""The flat published layout of EAGLE-3 heads: settings, layer ids and weight files, with every fault refused by name.
+"""Published EAGLE-3 heads: settings, vocabulary map and weight files, with every fault refused by name.
 
-Layout: `config.json` (flat) beside `model.safetensors` or `pytorch_model.bin`, as SafeAILab/EAGLE and SpecForge save it.
+A folder holds `config.json` beside `model.safetensors` or `pytorch_model.bin`, in one of the layouts of `eagle3_layouts`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,25 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ecospec_runtime.checkpoint import read_config, weight_files
+from ecospec_runtime.drafters.eagle3_layouts import (
+    doubts,
+    entering_layers,
+    flag,
+    flat_settings,
+    flat_tensors,
+    norm_flag,
+    refuse_unsupported,
+    rope,
+)
 from ecospec_runtime.errors import UserError, first_line
 
-_IGNORED = ("rotary_emb.inv_freq",)  # tensors that carry nothing the settings do not say
+_RENAMED = 0.01  # share of ids that may name another token in two releases of one tokenizer
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,11 @@ class HeadConfig:
     norm_before_residual: bool = False  # the residual is the normed state
     norm_before_fc: bool = False  # `input_norm` over the concatenated features
     fc_norm: bool = False  # one norm per captured layer
+    norm_output: bool = False  # the normed state feeds on, not the plain one
+    qkv_bias: bool = False
+    out_bias: bool = False
     own_embedding: bool = False
+    notes: tuple[str, ...] = ()  # what loads and may still be wrong, one line each
 
     @property
     def groups(self) -> int:
@@ -59,82 +74,48 @@ class HeadConfig:
         return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 
-def entering_layers(config: dict[str, Any], target_type: str, layers: int, where: str) -> tuple[int, ...]:
-    """Layer ids of a flat config as hidden states entering layers, for a target of `layers` layers.
-
-    `eagle_config` ids mean layer *outputs* (SGLang, SpecForge), except for deepseek when the first id is not 1 and for
-    gpt_oss when the largest equals the layer count; the top-level key is unshifted (vLLM). None given: 2, n//2, n-3.
-    """
-    nested = config.get("eagle_config") or {}
-    if nested.get("use_aux_hidden_state") is False:
-        raise UserError(f"{where}: eagle_config.use_aux_hidden_state is false; only heads on captured layers work")
-    outputs, plain = (part.get("eagle_aux_hidden_state_layer_ids") for part in (nested, config))
-    found = [tuple(plain)] if plain else []
-    if outputs:
-        shifted = not (
-            (target_type.startswith("deepseek") and outputs[0] != 1)
-            or (target_type == "gpt_oss" and max(outputs) == layers)
-        )
-        found.append(tuple(i + shifted for i in outputs))
-    if len(set(found)) > 1:
-        raise UserError(
-            f"{where}: eagle_aux_hidden_state_layer_ids says layers {found[0]} at the top level but {found[1]} in "
-            "eagle_config (both as hidden states entering a layer); keep the one the head was trained with"
-        )
-    ids = found[0] if found else (2, layers // 2, layers - 3)
-    if not all(0 <= i <= layers for i in ids):
-        raise UserError(f"{where}: captured layers {ids} are not all in 0..{layers} of the target")
-    return ids
-
-
 def read_head_config(folder: Path, target: Any, tensors: dict[str, Tensor]) -> HeadConfig:
-    """Parse `config.json` for the target; optional parts follow from the tensors present. Raises UserError."""
+    """Parse `config.json` of either layout for the target; optional parts follow from the tensors present. Raises UserError."""
     where = str(folder / "config.json")
     config = read_config(folder, "drafter")
-    _refuse_unsupported(config, where)
     try:
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        rope = {"rope_type": "default", "rope_theta": config.get("rope_theta") or 10000.0}
-        given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        rope |= {("rope_type" if key == "type" else key): value for key, value in given.items()}
-        return HeadConfig(
+        c = flat_settings(config, where)
+        refuse_unsupported(c, tensors, where)
+        hidden, heads = int(c["hidden_size"]), int(c["num_attention_heads"])
+        ids = entering_layers(c, str(target.config.model_type), target.config.num_hidden_layers, where)
+        biased = "midlayer.self_attn.q_proj.bias" in tensors
+        head = HeadConfig(
             hidden_size=hidden,
-            target_hidden_size=int(config.get("target_hidden_size") or hidden),
+            target_hidden_size=int(c.get("target_hidden_size") or hidden),
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate_size=int(config["intermediate_size"]),
-            vocab_size=int(config["vocab_size"]),
-            draft_vocab_size=int(config.get("draft_vocab_size") or config["vocab_size"]),
-            aux_layers=entering_layers(config, str(target.config.model_type), target.config.num_hidden_layers, where),
-            rope=rope,
-            max_positions=int(config.get("max_position_embeddings") or 4096),
-            eps=float(config.get("rms_norm_eps") or 1e-6),
-            norm_before_residual=bool(config.get("norm_before_residual", False)),
-            norm_before_fc="input_norm.weight" in tensors,
-            fc_norm="fc_norm.0.weight" in tensors,
+            kv_heads=int(c.get("num_key_value_heads") or heads),
+            head_dim=int(c.get("head_dim") or hidden // heads),
+            intermediate_size=int(c["intermediate_size"]),
+            vocab_size=int(c["vocab_size"]),
+            draft_vocab_size=int(c.get("draft_vocab_size") or c["vocab_size"]),
+            aux_layers=ids,
+            rope=rope(c),
+            max_positions=int(c.get("max_position_embeddings") or 4096),
+            eps=float(c.get("rms_norm_eps") or 1e-6),
+            norm_before_residual=bool(flag(c, "norm_before_residual", where)),
+            norm_before_fc=norm_flag(c, "norm_before_fc", "input_norm.weight" in tensors, where),
+            fc_norm=norm_flag(c, "fc_norm", "fc_norm.0.weight" in tensors, where),
+            norm_output=bool(flag(c, "norm_output", where)),
+            qkv_bias=biased,
+            out_bias="midlayer.self_attn.o_proj.bias" in tensors,
             own_embedding="embed_tokens.weight" in tensors,
+            notes=tuple(doubts(config, c, ids, biased, target)),
         )
+        head.rotary()
     except KeyError as error:
         raise UserError(f"{where}: key {error} is missing; this is not a complete EAGLE-3 config") from None
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{where}: unreadable value ({error})") from None
-
-
-def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
-    """Raise UserError on settings that would change the arithmetic in a way this loader does not know."""
-    if config.get("speculators_model_type"):
-        raise UserError(f"{where}: the speculators layout is not supported yet; convert the head to the flat layout")
-    if config.get("num_hidden_layers", 1) != 1:
-        raise UserError(f"{where}: num_hidden_layers is {config['num_hidden_layers']}; an EAGLE-3 head has 1")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{where}: hidden_act '{config['hidden_act']}' is not supported; only silu")
-    if config.get("norm_output"):
-        raise UserError(f"{where}: norm_output true is not supported; only heads that feed their pre-norm state")
-    for key in ("rope_scaling", "rope_parameters"):
-        kind = (config.get(key) or {}).get("rope_type") or (config.get(key) or {}).get("type")
-        if kind in ("dynamic", "longrope"):
-            raise UserError(f"{where}: {key} of type '{kind}' is not supported")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{where}: unreadable value ({first_line(error)})") from None
+    if head.norm_before_fc and head.fc_norm:
+        raise UserError(
+            f"{where}: norm_before_fc and fc_norm exclude each other; keep the one the head was trained with"
+        )
+    return head
 
 
 def check_fit(config: HeadConfig, target: Any, where: str) -> None:
@@ -161,8 +142,28 @@ def check_fit(config: HeadConfig, target: Any, where: str) -> None:
         )
 
 
+def check_tokenizer(folder: Path, target: Any, where: str) -> None:
+    """Raise UserError if the folder carries a tokenizer that is not the target's; most heads carry none.
+
+    Tokens that only one of them names do not count, nor do a few names that changed (added tokens of a later release).
+    """
+    try:
+        own = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    except Exception:  # none there, or unreadable: the head does not need it
+        return
+    theirs = {index: token for token, index in target.tokenizer.get_vocab().items()}
+    both = {index: token for token, index in own.items() if index in theirs}
+    wrong = sorted(index for index, token in both.items() if theirs[index] != token)
+    if len(wrong) > _RENAMED * len(both):
+        first = wrong[0]
+        raise UserError(
+            f"{where}: made for another tokenizer: {len(wrong)} of {len(both)} ids name other tokens than the target's, "
+            f"first {first} ({both[first]!r} here, {theirs[first]!r} there); use a head trained for this target"
+        )
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's weight files, older names of the feature norms translated. Raises UserError."""
+    """All tensors of a folder's weight files under the flat layout's names. Raises UserError."""
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         try:
@@ -170,11 +171,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             line = first_line(error)
             raise UserError(f"{path}: damaged or unsafe weight file ({line}); copy or download it again") from None
+        if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+            raise UserError(f"{path}: not a dictionary of tensors; save the head's state_dict")
         tensors |= loaded
-    for i, old in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
-        if f"{old}.weight" in tensors:
-            tensors[f"fc_norm.{i}.weight"] = tensors.pop(f"{old}.weight")
-    return {name: value for name, value in tensors.items() if not name.endswith(_IGNORED)}
+    return flat_tensors(tensors, str(folder))
 
 
 def checked_map(config: HeadConfig, tensors: dict[str, Tensor], where: str) -> Tensor:

@@ -26,19 +26,21 @@ from ecospec_kernels.draft_tree import cpu as tree_cpu
 from ecospec_kernels.draft_tree import reference as tree_reference
 from ecospec_kernels.draft_tree.reference import Shape, TreeWeights
 
-# hidden, heads, kv heads, head dim, MLP, committed, recent, rows, matrices in bf16, normed residual
+# hidden, heads, kv heads, head dim, MLP, committed, recent, rows, matrices in bf16, normed residual, biases and output norm
 SHAPES = [
-    (64, 4, 2, 16, 96, 37, 4, 4, True, False),
-    (64, 4, 2, 16, 96, 37, 20, 4, False, False),
-    (32, 4, 2, 8, 64, 3, 5, 2, False, True),
-    (32, 4, 2, 8, 64, 0, 5, 5, False, False),
-    (40, 6, 2, 16, 72, 9, 17, 3, True, False),
-    (64, 2, 1, 32, 80, 7, 8, 1, True, True),
-    (64, 2, 1, 8, 24, 7, 8, 3, True, False),  # the MLP and the heads narrower than the state
+    (64, 4, 2, 16, 96, 37, 4, 4, True, False, False),
+    (64, 4, 2, 16, 96, 37, 20, 4, False, False, True),
+    (32, 4, 2, 8, 64, 3, 5, 2, False, True, False),
+    (32, 4, 2, 8, 64, 0, 5, 5, False, False, False),
+    (40, 6, 2, 16, 72, 9, 17, 3, True, False, True),
+    (64, 2, 1, 32, 80, 7, 8, 1, True, True, True),
+    (64, 2, 1, 8, 24, 7, 8, 3, True, False, False),  # the MLP and the heads narrower than the state
 ]
 
 
-def weights(hidden: int, heads: int, kv: int, dim: int, inner: int, bf16: bool, normed: bool) -> reference.LayerWeights:
+def weights(
+    hidden: int, heads: int, kv: int, dim: int, inner: int, bf16: bool, normed: bool, extras: bool = False
+) -> reference.LayerWeights:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -46,10 +48,12 @@ def weights(hidden: int, heads: int, kv: int, dim: int, inner: int, bf16: bool, 
             torch.bfloat16 if bf16 else torch.float32
         )
 
-    norms = [1 + 0.3 * torch.randn(hidden, generator=generator) for _ in range(3)]
+    norms = [1 + 0.3 * torch.randn(hidden, generator=generator) for _ in range(4)]
+    biases = [torch.randn(n, generator=generator) for n in ((heads + 2 * kv) * dim, hidden)]
     return reference.LayerWeights(
         matrix((heads + 2 * kv) * dim, 2 * hidden), matrix(hidden, heads * dim), matrix(2 * inner, hidden),
         matrix(hidden, inner), norms[0], norms[1], norms[2], heads, kv, dim, 1e-6, normed,
+        *((*biases, norms[3]) if extras else ()),
     )  # fmt: skip
 
 
@@ -74,8 +78,8 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layer_matches_its_reference(shape: tuple[int, ...]) -> None:
-    hidden, heads, kv, dim, inner, past, recent, n, bf16, normed = shape
-    w = weights(hidden, heads, kv, dim, inner, bool(bf16), bool(normed))
+    hidden, heads, kv, dim, inner, past, recent, n, bf16, normed, extras = shape
+    w = weights(hidden, heads, kv, dim, inner, bool(bf16), bool(normed), bool(extras))
     generator = torch.Generator().manual_seed(1)
     embed, h = torch.randn(2, n, hidden, generator=generator)
     angles = torch.randn(n, 1, dim // 2, generator=generator)
@@ -96,9 +100,11 @@ def test_layer_matches_its_reference(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(("vocabulary", "hidden", "bf16"), [(2048, 64, True), (61, 40, False), (9, 32, True)])
-def test_proposals_match_their_reference(vocabulary: int, hidden: int, bf16: bool) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_proposals_match_their_reference(vocabulary: int, hidden: int, bf16: bool, normed: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     states, norm = torch.randn(5, hidden, generator=generator), 1 + 0.3 * torch.randn(hidden, generator=generator)
+    norm = None if normed else norm
     head = torch.randn(vocabulary, hidden, generator=generator).to(torch.bfloat16 if bf16 else torch.float32)
     results = []
     for module in (propose_reference, propose_cpu):
@@ -145,14 +151,16 @@ def head(vocabulary: int, embedding_bf16: bool, **shape: int | bool) -> TreeWeig
         "inner": 96,
         "bf16": True,
         "normed": False,
+        "extras": False,
     }
     w = weights(**(sizes | shape))  # type: ignore[arg-type]
     hidden, generator = w.down.shape[0], torch.Generator().manual_seed(5)
     lm_head = 4 * torch.randn(vocabulary, hidden, generator=generator) * hidden**-0.5
     embedding = torch.randn(vocabulary + 70, hidden, generator=generator)
     ids = np.random.default_rng(0).permutation(vocabulary + 70)[:vocabulary]
+    norm = 1 + 0.3 * torch.randn(hidden, generator=generator)
     return TreeWeights(
-        w, 1 + 0.3 * torch.randn(hidden, generator=generator), lm_head.to(w.qkv.dtype),
+        w, norm if w.output_norm is None else None, lm_head.to(w.qkv.dtype),
         embedding.to(torch.bfloat16 if embedding_bf16 else torch.float32), ids,
     )  # fmt: skip
 
@@ -174,7 +182,7 @@ def tree_inputs(w: TreeWeights, past: int, depth: int, seed: int) -> tuple[Tenso
 def test_trees_match_their_reference(
     shape: Shape, vocabulary: int, embedding_bf16: bool, bf16: bool, past: int
 ) -> None:
-    w = head(vocabulary, embedding_bf16, bf16=bf16, normed=not bf16, inner=24 if bf16 else 96)
+    w = head(vocabulary, embedding_bf16, bf16=bf16, normed=not bf16, inner=24 if bf16 else 96, extras=bf16)
     for seed in range(6):
         inputs = tree_inputs(w, past, shape.depth, seed)
         with torch.inference_mode():
@@ -223,7 +231,7 @@ def row_inputs(w: RowWeights, tokens: list[int], past: int, bf16: bool) -> tuple
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.usefixtures("guarded")
 def test_rows_match_their_reference(tokens: list[int], past: int, bf16: bool) -> None:
-    w = row_weights(bf16, bf16=bf16, normed=bf16)
+    w = row_weights(bf16, bf16=bf16, normed=bf16, extras=not bf16)
     filled = []
     for module in (rows_reference, rows_cpu):
         inputs = row_inputs(w, tokens, past, bf16)

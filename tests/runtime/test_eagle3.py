@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ecospec_kernels import dispatch
@@ -22,10 +19,12 @@ from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.eagle3 import Eagle3Drafter
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.target import Target
+from tests.heads import as_speculators, biases, edit_head, norms, wider
 
 ROWS = 90  # more than one extension pass
 NODES = ("tokens", "parents", "depths", "ranks", "log_probs", "state_rows")
-VARIANTS = ["plain", "norm_before_residual", "norm_before_fc", "fc_norm", "aux_norms", "own_embedding"]
+VARIANTS = ["plain", "norm_before_residual", "norm_before_fc", "fc_norm", "aux_norms", "own_embedding", "norm_output",
+            "qkv_bias", "all_biases", "everything", "wider"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,10 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 
 def naive_states(w: dict[str, Tensor], config: dict[str, Any], embedding: Tensor, tokens: Tensor, features: Tensor,
                  path: list[int]) -> Tensor:  # fmt: skip
-    """Pre-norm states of all rows and of a drafted path after them, one row at a time from first principles."""
+    """States of all rows and of a drafted path after them, one row at a time from first principles.
+
+    Pre-norm states, or with `norm_output` post-norm ones.
+    """
     if "input_norm.weight" in w:
         features = _rms(features, w["input_norm.weight"])
     if "fc_norm.0.weight" in w:
@@ -84,7 +86,8 @@ def naive_states(w: dict[str, Tensor], config: dict[str, Any], embedding: Tensor
         h = fused[position] if position < len(tokens) else states[-1]
         normed = _rms(h, w["midlayer.hidden_norm.weight"])
         x = torch.cat((_rms(embedding[token], w["midlayer.input_layernorm.weight"]), normed))
-        q, k, v = ((w[f"midlayer.self_attn.{n}_proj.weight"] @ x).view(-1, 8) for n in "qkv")
+        bias = {n: w.get(f"midlayer.self_attn.{n}_proj.bias", torch.zeros(1)) for n in "qkvo"}
+        q, k, v = ((w[f"midlayer.self_attn.{n}_proj.weight"] @ x + bias[n]).view(-1, 8) for n in "qkv")
         turn = torch.polar(torch.ones(4), position * frequencies)
         q, k = (torch.view_as_real(torch.complex(y[:, :4], y[:, 4:]) * turn).transpose(1, 2).flatten(1) for y in (q, k))
         keys.append(k)
@@ -94,40 +97,54 @@ def naive_states(w: dict[str, Tensor], config: dict[str, Any], embedding: Tensor
             scores = torch.stack([q[head] @ key[head // 2] for key in keys]) / 8**0.5
             out.append(scores.softmax(0) @ torch.stack([value[head // 2] for value in values]))
         h = normed if config.get("norm_before_residual") else h
-        h = h + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(out)
+        h = h + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(out) + bias["o"]
         x = _rms(h, w["midlayer.post_attention_layernorm.weight"])
         gate, up = w["midlayer.mlp.gate_proj.weight"] @ x, w["midlayer.mlp.up_proj.weight"] @ x
-        states.append(h + w["midlayer.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up))
+        h = h + w["midlayer.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+        states.append(_rms(h, w["norm.weight"]) if config.get("norm_output") else h)
     return torch.stack(states)
 
 
 def variant(folder: Path, out: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Write a head with one optional part and return its tensors (new names) and config."""
-    shutil.copytree(folder, out)
-    tensors, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
-    generator = torch.Generator().manual_seed(11)
-    written = dict(tensors)
-    if name == "norm_before_residual":
-        config[name] = True
-    if name == "norm_before_fc":
-        tensors["input_norm.weight"] = written["input_norm.weight"] = 1 + torch.rand(96, generator=generator)
-    if name in ("fc_norm", "aux_norms"):
-        old = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-        for i in range(3):
-            weight = 1 + torch.rand(32, generator=generator)
-            tensors[f"fc_norm.{i}.weight"] = weight
-            written[f"fc_norm.{i}.weight" if name == "fc_norm" else f"{old[i]}.weight"] = weight.clone()
-    if name == "own_embedding":
-        tensors["embed_tokens.weight"] = written["embed_tokens.weight"] = torch.randn(96, 32, generator=generator)
-    save_file(written, out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(config))
+    """Write a head with optional parts and return its tensors (new names) and config."""
+    tensors: dict[str, Tensor] = {}
+    config: dict[str, Any] = {}
+
+    def edit(written: dict[str, Tensor], settings: dict[str, Any]) -> None:
+        for switch in ("norm_before_residual", "norm_output"):
+            if name in (switch, "everything"):
+                settings[switch] = True
+        if name in ("norm_before_fc", "everything"):
+            written["input_norm.weight"] = norms(96, 11)
+        if name in ("fc_norm", "aux_norms"):
+            written |= {f"fc_norm.{i}.weight": norms(32, 12 + i) for i in range(3)}
+        if name in ("own_embedding", "everything"):
+            written["embed_tokens.weight"] = torch.randn(96, 32, generator=torch.Generator().manual_seed(15))
+        if name in ("qkv_bias", "all_biases", "everything"):
+            settings["attention_bias"] = True
+            biases(written, "qkv" if name == "qkv_bias" else "qkvo")
+        if name == "wider":
+            wider(written, settings)
+        tensors.update(written)
+        config.update(settings)
+        if name == "aux_norms":
+            for i, old in enumerate(("low", "mid", "high")):
+                written[f"aux_norm_{old}.weight"] = written.pop(f"fc_norm.{i}.weight")
+
+    edit_head(folder, out, edit)
     return tensors, config
 
 
+@pytest.mark.parametrize("layout", ["flat", "speculators"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_pools_match_a_naive_recomputation(tiny_drafter_dir: Path, tmp_path: Path, target: Target, name: str) -> None:
+def test_pools_match_a_naive_recomputation(tiny_drafter_dir: Path, tmp_path: Path, target: Target, name: str,
+                                                layout: str) -> None:  # fmt: skip
     tensors, config = variant(tiny_drafter_dir, tmp_path / "head", name)
-    drafter: Any = load_drafter(tmp_path / "head", target)
+    folder, shared = tmp_path / "head", target.model.get_input_embeddings().weight.detach()
+    if layout == "speculators":
+        wide = {"target_hidden_size": 32} if name == "wider" else {}
+        folder = as_speculators(folder, tmp_path / "spec", shared, **wide)
+    drafter: Any = load_drafter(folder, target)
     tokens, features = rows(9)
     sequence, pieces, calls = drafter.start(), drafter.start(), Counter(dispatch.CALLS)
     drafter.extend(sequence, tokens, features)
@@ -138,7 +155,7 @@ def test_pools_match_a_naive_recomputation(tiny_drafter_dir: Path, tmp_path: Pat
         for i in range(9):
             drafter.extend(pieces, tokens[i : i + 1], features[i : i + 1])
         assert torch.equal(pieces.states[:9], sequence.states[:9])
-    embedding = tensors.get("embed_tokens.weight", target.model.get_input_embeddings().weight.detach())
+    embedding = tensors.get("embed_tokens.weight", shared)
     ids = tensors["d2t"] + torch.arange(48)
     for node in range(len(pool)):
         path: list[int] = []
@@ -147,7 +164,8 @@ def test_pools_match_a_naive_recomputation(tiny_drafter_dir: Path, tmp_path: Pat
             path.insert(0, int(pool.tokens[at]))
             at = int(pool.parents[at])
         states = naive_states(tensors, config, embedding, tokens, features, path)
-        logits = tensors["lm_head.weight"] @ _rms(states[-1], tensors["norm.weight"])
+        state = states[-1] if config.get("norm_output") else _rms(states[-1], tensors["norm.weight"])
+        logits = tensors["lm_head.weight"] @ state
         log_probs = logits.log_softmax(0)
         row = pool.state_rows[node]
         place = int((ids == pool.tokens[node]).nonzero())

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters import load_drafter
-from ecospec_runtime.drafters.eagle3_config import entering_layers
+from ecospec_runtime.drafters.eagle3_layouts import entering_layers
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
-
-Edit = Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
+from tests.heads import Edit, edit_head
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +26,7 @@ def target(tiny_target_dir: Path) -> Target:
 @pytest.fixture
 def edited(tiny_drafter_dir: Path, tmp_path: Path) -> Callable[[Edit], Path]:
     """Returns a function that applies an edit to the tensors and config of a copy of the tiny head."""
-
-    def make(edit: Edit) -> Path:
-        folder = tmp_path / "head"
-        shutil.copytree(tiny_drafter_dir, folder)
-        tensors = load_file(folder / "model.safetensors")
-        config = json.loads((folder / "config.json").read_text())
-        edit(tensors, config)
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config))
-        return folder
-
-    return make
+    return lambda edit: edit_head(tiny_drafter_dir, tmp_path / "head", edit)
 
 
 def draft(folder: Path, target: Target) -> Any:
@@ -72,11 +58,29 @@ def test_bin_files_load_like_safetensors(
     assert draft(folder, target).tokens.tolist() == draft(tiny_drafter_dir, target).tokens.tolist()
 
 
-def test_bin_files_cannot_run_code(edited: Callable[[Edit], Path], target: Target) -> None:
+class Hostile:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def test_bin_files_cannot_run_code(edited: Callable[[Edit], Path], tmp_path: Path, target: Target) -> None:
     folder = edited(lambda tensors, config: None)
     (folder / "model.safetensors").unlink()
     torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        load_drafter(folder, target)
+    trace = tmp_path / "ran"
+    torch.save({"fc.weight": Hostile(str(trace))}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: damaged or unsafe"):
+        load_drafter(folder, target)
+    assert not trace.exists()
+    torch.save([torch.zeros(2)], folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="not a dictionary of tensors"):
         load_drafter(folder, target)
 
 
@@ -110,6 +114,14 @@ def _setting(**values: Any) -> Edit:
     return lambda tensors, config: config.update(values)
 
 
+def _norms(**values: Any) -> Edit:
+    def edit(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors["input_norm.weight"] = torch.ones(96)
+        config |= values
+
+    return edit
+
+
 def _tensor(name: str, *shape: int) -> Edit:
     return lambda tensors, config: tensors.__setitem__(name, torch.zeros(shape))
 
@@ -130,14 +142,29 @@ def _tensor(name: str, *shape: int) -> Edit:
         (_setting(intermediate_size=80), r"down_proj.weight has shape \[32, 64\].*\[32, 80\]"),
         (_setting(num_hidden_layers=2), "num_hidden_layers"),
         (_setting(hidden_act="gelu"), "gelu"),
-        (_setting(norm_output=True), "norm_output"),
-        (_setting(speculators_model_type="eagle3"), "speculators"),
+        (_setting(norm_output="yes"), "norm_output is .'yes'."),
+        (_setting(norm_before_fc=True), "input_norm.weight is missing"),
+        (_setting(eagle_config={"norm_before_fc": True}), "input_norm.weight is missing"),
+        (_setting(norm_before_fc=True, eagle_config={"norm_before_fc": False}), "one of them only"),
+        (_norms(norm_before_fc=False), "norm_before_fc is false"),
+        (_norms(fc_norm=True), "exclude each other"),
+        (_setting(speculators_model_type="eagle3"), "transformer_layer_config is missing"),
+        (_setting(layer_types=["sliding_attention"]), "sliding_attention"),
+        (_setting(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (_setting(rope_parameters={"rope_type": "yarn"}), "'factor'"),
+        (_setting(rope_scaling={"rope_type": "mrope", "mrope_section": [2, 1, 1]}), "'mrope'"),
+        (_setting(eagle_aux_hidden_state_layer_ids=[2, 3, "4"]), "captured layers"),
         (_setting(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic"),
         (_setting(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
         (_setting(hidden_size=None), "unreadable value"),
         (_setting(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
         (_setting(eagle_aux_hidden_state_layer_ids=[2, 3, 40]), "captured layers"),
-        (_tensor("midlayer.self_attn.q_proj.bias", 32), "q_proj.bias is not part"),
+        (_tensor("midlayer.self_attn.q_proj.bias", 32), "k_proj.bias is missing"),
+        (_tensor("midlayer.mlp.gate_proj.bias", 64), "gate_proj.bias is not part"),
+        (_tensor("midlayer.self_attn.q_norm.weight", 8), "q_norm.weight is not part"),
+        (_tensor("fc.bias", 32), "fc.bias is not part"),
+        (_tensor("layers.0.hidden_norm.weight", 32), "twice"),
+        (_tensor("layers.1.hidden_norm.weight", 32), "only EAGLE-3 heads of one layer"),
         (_tensor("d2t", 47), r"d2t has shape \[47\]"),
     ],
 )
@@ -196,24 +223,3 @@ def test_contradicting_layer_ids_are_refused() -> None:
     }
     with pytest.raises(UserError, match="top level"):
         entering_layers(config, "qwen3_moe", 7, "config.json")
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        {},
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
-        {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
-    ],
-)
-def test_captured_layers_are_the_right_ones(
-    edited: Callable[[Edit], Path], tiny_target_dir: Path, ids: dict[str, Any]
-) -> None:
-    target = Target.from_pretrained(tiny_target_dir, dtype="float32")
-    for i, layer in enumerate(target.model.model.layers):  # layer i emits the constant i
-        layer.register_forward_hook(lambda module, args, output, i=i: torch.full_like(output, i))
-    drafter = load_drafter(edited(_setting(**ids)), target)
-    tokens = torch.tensor([5, 6, 7])
-    out = target.forward(tokens, torch.arange(3), None, target.new_cache(), aux_layers=drafter.aux_layers)
-    assert out.aux is not None
-    assert out.aux.view(3, 3, 32).unique(dim=0).view(3, 32)[:, 0].tolist() == [1.0, 2.0, 3.0]  # entering 2, 3, 4

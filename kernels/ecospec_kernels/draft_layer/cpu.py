@@ -57,6 +57,16 @@ def product(x: int, n: int, columns: int, w: int, bf16: bool, outputs: int, pack
 
 
 @numba.njit(nogil=True)
+def _add_bias(rows: int, n: int, outputs: int, bias: int) -> None:
+    """Add one fp32 row to each of n; 0 is none."""
+    if bias:
+        values, row = view(rows, n * outputs, np.float32), view(bias, outputs, np.float32)
+        for t in range(n):
+            for i in range(outputs):
+                values[t * outputs + i] += row[i]
+
+
+@numba.njit(nogil=True)
 def _rotate(row: int, dim: int, cos: int, sin: int, out: int) -> None:
     """One head's rotary embedding, from `row` to `out` (may be the same)."""
     x, c, s, result = (view(row, dim, np.float32), view(cos, dim, np.float32), view(sin, dim, np.float32),
@@ -142,10 +152,10 @@ def _attend(qkv: int, n: int, width: int, heads: int, groups: int, dim: int, sca
 @compiled
 def layer(embed: int, h: int, n: int, hidden: int, heads: int, groups: int, dim: int, inner: int, bf16: bool, eps: float,
            normed_residual: bool, input_norm: int, hidden_norm: int, post_norm: int, qkv_w: int, out_w: int,
-           gate_up_w: int, down_w: int, cos: int, sin: int, rope_stride: int, keys: int, values: int, cache_stride: int,
-           past: int, recent_keys: int, recent_values: int, recent_stride: int, recent: int, seen: int, out: int,
-           scratch: int) -> None:  # fmt: skip
-    """Strides in bytes; everything but the matrices fp32. `scratch`: see `scratch_size`."""
+           gate_up_w: int, down_w: int, qkv_bias: int, out_bias: int, output_norm: int, cos: int, sin: int,
+           rope_stride: int, keys: int, values: int, cache_stride: int, past: int, recent_keys: int, recent_values: int,
+           recent_stride: int, recent: int, seen: int, out: int, scratch: int) -> None:  # fmt: skip
+    """Strides in bytes; everything but the matrices fp32; biases and output norm 0 if none. `scratch`: see `scratch_size`."""
     width = (heads + 2 * groups) * dim
     packed = scratch
     x = packed + n * (2 * max(hidden, heads * dim, inner) + 4 * LANES) * 4
@@ -159,6 +169,7 @@ def layer(embed: int, h: int, n: int, hidden: int, heads: int, groups: int, dim:
         residual = at + hidden * 4 if normed_residual else h + t * hidden * 4
         view(state + t * hidden * 4, hidden, np.float32)[:] = view(residual, hidden, np.float32)
     product(x, n, 2 * hidden, qkv_w, bf16, width, packed, qkv)
+    _add_bias(qkv, n, width, qkv_bias)
     for t in range(n):
         row, c, s, slot = qkv + t * width * 4, cos + t * rope_stride, sin + t * rope_stride, (recent - n + t) * dim * 4
         for head in range(heads):
@@ -171,6 +182,7 @@ def layer(embed: int, h: int, n: int, hidden: int, heads: int, groups: int, dim:
     _attend(qkv, n, width, heads, groups, dim, 1.0 / np.sqrt(dim), keys, values, cache_stride, past, recent_keys,
             recent_values, recent_stride, recent, seen, x, rest)  # fmt: skip
     product(x, n, heads * dim, out_w, bf16, hidden, packed, qkv)
+    _add_bias(qkv, n, hidden, out_bias)
     states, added = view(state, n * hidden, np.float32), view(qkv, n * hidden, np.float32)
     for i in range(n * hidden):
         states[i] += added[i]
@@ -189,6 +201,14 @@ def layer(embed: int, h: int, n: int, hidden: int, heads: int, groups: int, dim:
     result = view(out, n * hidden, np.float32)
     for i in range(n * hidden):
         result[i] += states[i]
+    if output_norm:
+        for t in range(n):
+            rms(out + t * hidden * 4, output_norm, hidden, eps, out + t * hidden * 4)
+
+
+def optional(w: LayerWeights) -> tuple[int, int, int]:
+    """Addresses of the biases and of the output norm, 0 for each that the head lacks."""
+    return tuple(0 if x is None else x.data_ptr() for x in (w.qkv_bias, w.out_bias, w.output_norm))  # type: ignore[return-value]
 
 
 def scratch_size(n: int, hidden: int, attention: int, width: int, inner: int, past: int, recent: int) -> int:
@@ -211,7 +231,7 @@ def draft_layer(
     layer(
         embed.data_ptr(), h.data_ptr(), n, hidden, w.heads, w.kv_heads, w.head_dim, inner, w.qkv.dtype == torch.bfloat16,
         w.eps, w.norm_before_residual, w.input_norm.data_ptr(), w.hidden_norm.data_ptr(), w.post_norm.data_ptr(),
-        w.qkv.data_ptr(), w.out.data_ptr(), w.gate_up.data_ptr(), w.down.data_ptr(), rope[0].data_ptr(),
+        w.qkv.data_ptr(), w.out.data_ptr(), w.gate_up.data_ptr(), w.down.data_ptr(), *optional(w), rope[0].data_ptr(),
         rope[1].data_ptr(), 4 * w.head_dim if rope[0].shape[0] > 1 else 0, keys_GPD.data_ptr(), values_GPD.data_ptr(),
         4 * keys_GPD.stride(0), past, recent_keys_GrD.data_ptr(), recent_values_GrD.data_ptr(),
         4 * recent_keys_GrD.stride(0), recent, seen.data_ptr(), out.data_ptr(),

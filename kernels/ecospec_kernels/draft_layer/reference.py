@@ -1,7 +1,8 @@
 """`draft_layer`: the decoder layer of an EAGLE-3 head over a few rows.
 
 Attention input is `cat(norm(embedding), norm(h))`; a row sees all committed rows and those recent rows that its mask
-allows, its own included. Then output projection, SwiGLU MLP, two residuals. Source: Li et al., arXiv 2503.01840.
+allows, its own included. Then output projection, SwiGLU MLP, two residuals, and in some heads a norm over the result.
+Source: Li et al., arXiv 2503.01840.
 
 Legend of shapes: n rows, H hidden, D head dim, A = heads * D, G key-value heads, g query heads per key-value head,
 I MLP width, P committed rows, r recent rows (the n new ones last).
@@ -34,6 +35,9 @@ class LayerWeights:
     head_dim: int
     eps: float
     norm_before_residual: bool  # the residual is norm(h), not h
+    qkv_bias: Tensor | None = None  # [A + 2 * G * D]
+    out_bias: Tensor | None = None  # [H]
+    output_norm: Tensor | None = None  # [H] over the next state; None: the next state is the plain sum
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension."""
@@ -43,22 +47,23 @@ class LayerWeights:
         """`[..., n, H]` twice -> residual `[..., n, H]`, rotated queries `[..., n, heads, D]` and keys, values `[..., n, G, D]`."""
         normed = self.norm(h, self.hidden_norm)
         x = torch.cat((self.norm(embed, self.input_norm), normed), dim=-1)
-        qkv = linear(x, self.qkv).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+        qkv = linear(x, self.qkv, self.qkv_bias).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
         rotated, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=-2)
         rotated = rotated * rope[0] + rotated.roll(self.head_dim // 2, -1) * rope[1]
         q, k = rotated.split((self.heads, self.kv_heads), dim=-2)
         return normed if self.norm_before_residual else h, q, k, v
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Output projection of `[..., n, A]`, MLP and both residuals -> the next state `[..., n, H]`."""
-        h = residual + linear(attended, self.out)
+        """Output projection of `[..., n, A]`, MLP, both residuals, output norm if any -> the next state `[..., n, H]`."""
+        h = residual + linear(attended, self.out, self.out_bias)
         gate, up = linear(self.norm(h, self.post_norm), self.gate_up).chunk(2, dim=-1)
-        return h + linear(F.silu(gate) * up, self.down)
+        state = h + linear(F.silu(gate) * up, self.down)
+        return state if self.output_norm is None else self.norm(state, self.output_norm)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in x's dtype."""
-    return F.linear(x, weight.to(x.dtype))
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T (+ bias) in x's dtype."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def draft_layer(

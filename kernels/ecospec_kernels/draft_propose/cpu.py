@@ -47,12 +47,13 @@ def _sums(logits: int, vocabulary: int, top: float, temperature: float) -> tuple
 def propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: int, bf16: bool, vocabulary: int,
              width: int, temperatures: int, t_count: int, log_probs: int, ids: int, entropies: int, normalizers: int,
              scratch: int) -> None:  # fmt: skip
-    """All outputs dense. `scratch`: see `scratch_size`."""
-    normed = scratch
-    packed = normed + n * hidden * 4
+    """All outputs dense; `norm` 0: the states are normed already. `scratch`: see `scratch_size`."""
+    normed = scratch if norm else states
+    packed = scratch + n * hidden * 4
     logits = packed + n * (hidden + 2 * LANES) * 4
-    for t in range(n):
-        rms(states + t * hidden * 4, norm, hidden, eps, normed + t * hidden * 4)
+    if norm:
+        for t in range(n):
+            rms(states + t * hidden * 4, norm, hidden, eps, normed + t * hidden * 4)
     product(normed, n, hidden, lm_head, bf16, vocabulary, packed, logits)
     entropy, tau = view(entropies, n, np.float32), view(temperatures, t_count, np.float64)
     for t in range(n):
@@ -77,7 +78,12 @@ def scratch_size(n: int, hidden: int, vocabulary: int) -> int:
 
 
 def draft_propose(
-    states_nH: Tensor, norm_H: Tensor, eps: float, lm_head_VH: Tensor, width: int, temperatures: tuple[float, ...]
+    states_nH: Tensor,
+    norm_H: Tensor | None,
+    eps: float,
+    lm_head_VH: Tensor,
+    width: int,
+    temperatures: tuple[float, ...],
 ) -> Proposals:
     """Same contract as the reference."""
     n, hidden = states_nH.shape
@@ -87,7 +93,7 @@ def draft_propose(
         torch.empty((n, width)), torch.empty((n, width), dtype=torch.int64), torch.empty(n), torch.empty((n, count))
     )
     propose(
-        states.data_ptr(), n, hidden, norm_H.data_ptr(), eps, lm_head_VH.data_ptr(), lm_head_VH.dtype == torch.bfloat16,
+        states.data_ptr(), n, hidden, 0 if norm_H is None else norm_H.data_ptr(), eps, lm_head_VH.data_ptr(), lm_head_VH.dtype == torch.bfloat16,
         vocabulary, width, tau.ctypes.data, count, result.log_probs.data_ptr(), result.ids.data_ptr(),
         result.entropies.data_ptr(), result.log_normalizers.data_ptr(),
         workspace(scratch_size(n, hidden, vocabulary)),

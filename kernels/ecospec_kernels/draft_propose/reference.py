@@ -22,10 +22,18 @@ class Proposals(NamedTuple):
 
 
 def draft_propose(
-    states_nH: Tensor, norm_H: Tensor, eps: float, lm_head_VH: Tensor, width: int, temperatures: tuple[float, ...]
+    states_nH: Tensor,
+    norm_H: Tensor | None,
+    eps: float,
+    lm_head_VH: Tensor,
+    width: int,
+    temperatures: tuple[float, ...],
 ) -> Proposals:
-    """The `width` best tokens of each state with their log-probabilities, and the whole distribution's statistics."""
-    normed = F.rms_norm(states_nH, norm_H.shape, norm_H, eps)
+    """The `width` best tokens of each state with their log-probabilities, and the whole distribution's statistics.
+
+    `norm_H` None: the states are normed already.
+    """
+    normed = states_nH if norm_H is None else F.rms_norm(states_nH, norm_H.shape, norm_H, eps)
     log_probs = F.linear(normed, lm_head_VH.to(normed.dtype)).float().log_softmax(-1)
     best = log_probs.topk(width)
     entropies = -(log_probs.exp() * log_probs).sum(-1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ecospec_kernels.blocks import LANES, compiled, read_row, view, workspace
 from ecospec_kernels.draft_layer.cpu import layer as draft_layer
-from ecospec_kernels.draft_layer.cpu import product
+from ecospec_kernels.draft_layer.cpu import optional, product
 from ecospec_kernels.draft_layer.cpu import scratch_size as layer_scratch
 from ecospec_kernels.draft_layer.reference import Rope
 from ecospec_kernels.draft_rows.reference import RowWeights, normed
@@ -19,8 +19,8 @@ from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, few_row_linear
 def _rows(tokens: int, m: int, features: int, features_stride: int, features_bf16: bool, width: int, fc: int,
           embedding: int, embedding_bf16: bool, hidden: int, heads: int, groups: int, dim: int, inner: int, bf16: bool,
           eps: float, normed_residual: bool, input_norm: int, hidden_norm: int, post_norm: int, qkv_w: int, out_w: int,
-          gate_up_w: int, down_w: int, cos: int, sin: int, keys: int, values: int, cache_stride: int, past: int,
-          seen: int, states: int, scratch: int) -> None:  # fmt: skip
+          gate_up_w: int, down_w: int, qkv_bias: int, out_bias: int, output_norm: int, cos: int, sin: int, keys: int,
+          values: int, cache_stride: int, past: int, seen: int, states: int, scratch: int) -> None:  # fmt: skip
     """Strides in bytes; `fc` 0: the features are fused already. `seen`: lower triangle of ones, uint8 [m, m].
 
     `scratch`: features, fused rows and embeddings in fp32, then what product and layer need.
@@ -36,8 +36,8 @@ def _rows(tokens: int, m: int, features: int, features_stride: int, features_bf1
     if fc:
         product(scratch, m, width, fc, bf16, hidden, rest, fused)
     draft_layer(embed, fused, m, hidden, heads, groups, dim, inner, bf16, eps, normed_residual, input_norm, hidden_norm,
-           post_norm, qkv_w, out_w, gate_up_w, down_w, cos, sin, dim * 4, keys, values, cache_stride, past, keys + new,
-           values + new, cache_stride, m, seen, states + past * row, rest)  # fmt: skip
+           post_norm, qkv_w, out_w, gate_up_w, down_w, qkv_bias, out_bias, output_norm, cos, sin, dim * 4, keys, values,
+           cache_stride, past, keys + new, values + new, cache_stride, m, seen, states + past * row, rest)  # fmt: skip
 
 
 def draft_rows(
@@ -61,7 +61,7 @@ def draft_rows(
         features.dtype == torch.bfloat16, width, fc, w.embedding.data_ptr(), w.embedding.dtype == torch.bfloat16, hidden,
         layer.heads, layer.kv_heads, dim, inner, layer.qkv.dtype == torch.bfloat16, layer.eps, layer.norm_before_residual,
         layer.input_norm.data_ptr(), layer.hidden_norm.data_ptr(), layer.post_norm.data_ptr(), layer.qkv.data_ptr(),
-        layer.out.data_ptr(), layer.gate_up.data_ptr(), layer.down.data_ptr(), rope[0].data_ptr(), rope[1].data_ptr(),
-        keys_GRD.data_ptr(), values_GRD.data_ptr(), 4 * keys_GRD.stride(0), past, seen.ctypes.data, states_RH.data_ptr(),
+        layer.out.data_ptr(), layer.gate_up.data_ptr(), layer.down.data_ptr(), *optional(layer), rope[0].data_ptr(),
+        rope[1].data_ptr(), keys_GRD.data_ptr(), values_GRD.data_ptr(), 4 * keys_GRD.stride(0), past, seen.ctypes.data, states_RH.data_ptr(),
         workspace(m * (width + 2 * hidden) + max(inside, m * (width + 2 * LANES))),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ecospec_kernels.blocks import compiled, read_row, view, workspace
 from ecospec_kernels.draft_layer.cpu import layer as draft_layer
+from ecospec_kernels.draft_layer.cpu import optional
 from ecospec_kernels.draft_layer.cpu import scratch_size as layer_scratch
 from ecospec_kernels.draft_layer.reference import Rope
 from ecospec_kernels.draft_propose.cpu import propose
@@ -44,7 +45,7 @@ def _best_children(scores: Floats, width: int, chosen: int) -> None:
 @compiled
 def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int, inner: int, bf16: bool, eps: float,
           normed_residual: bool, input_norm: int, hidden_norm: int, post_norm: int, qkv_w: int, out_w: int,
-          gate_up_w: int, down_w: int, final_norm: int, lm_head: int, vocabulary: int, embedding: int,
+          gate_up_w: int, down_w: int, qkv_bias: int, out_bias: int, output_norm: int, final_norm: int, lm_head: int, vocabulary: int, embedding: int,
           embedding_bf16: bool, target_ids: int, cos: int, sin: int, keys: int, values: int, cache_stride: int,
           past: int, depth: int, beam: int, width: int, cut: bool, least: float, temperatures: int, t_count: int,
           recent_stride: int, states: int, entropies: int, normalizers: int, nodes: int, log_probs: int,
@@ -95,7 +96,7 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
         done = first_rows[level] = 2 + expanded
         new = states + done * row
         draft_layer(embed, proposing, expanding, hidden, heads, groups, dim, inner, bf16, eps, normed_residual, input_norm,
-               hidden_norm, post_norm, qkv_w, out_w, gate_up_w, down_w, cos + (level - 1) * dim * floating,
+               hidden_norm, post_norm, qkv_w, out_w, gate_up_w, down_w, qkv_bias, out_bias, output_norm, cos + (level - 1) * dim * floating,
                sin + (level - 1) * dim * floating, 0, keys, values, cache_stride, past, recent_keys, recent_values,
                recent_stride, recent, seen.ctypes.data, new, rest)  # fmt: skip
         propose(new, expanding, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
@@ -154,7 +155,8 @@ def draft_tree(
         before_H.data_ptr(), root_H.data_ptr(), hidden, layer.heads, groups, dim, inner,
         layer.qkv.dtype == torch.bfloat16, layer.eps, layer.norm_before_residual, layer.input_norm.data_ptr(),
         layer.hidden_norm.data_ptr(), layer.post_norm.data_ptr(), layer.qkv.data_ptr(), layer.out.data_ptr(),
-        layer.gate_up.data_ptr(), layer.down.data_ptr(), w.final_norm_H.data_ptr(), w.lm_head_VH.data_ptr(), vocabulary,
+        layer.gate_up.data_ptr(), layer.down.data_ptr(), *optional(layer),
+        0 if w.final_norm_H is None else w.final_norm_H.data_ptr(), w.lm_head_VH.data_ptr(), vocabulary,
         w.embedding.data_ptr(), w.embedding.dtype == torch.bfloat16, w.target_ids.ctypes.data, rope[0].data_ptr(),
         rope[1].data_ptr(), keys_GPD.data_ptr(), values_GPD.data_ptr(), 4 * keys_GPD.stride(0), past, shape.depth, beam,
         width, shape.min_reach > 0.0, float(log_reach(shape.min_reach)), tau.ctypes.data, t_count, 4 * recent * dim,

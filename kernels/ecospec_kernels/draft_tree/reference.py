@@ -59,7 +59,7 @@ class TreeWeights:
     """What a head drafts with; `embedding` maps target ids to rows, `target_ids` draft ids to target ids."""
 
     layer: LayerWeights
-    final_norm_H: Tensor
+    final_norm_H: Tensor | None  # before the output matrix; None: states are normed already
     lm_head_VH: Tensor
     embedding: Tensor  # [target vocabulary, H]
     target_ids: Ints  # [V]
