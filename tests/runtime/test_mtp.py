@@ -154,10 +154,10 @@ def test_greedy_text_is_that_of_generate(deepseek: Family, policy: str) -> None:
     predictor = None if policy.startswith("confidence") else guessing_predictor()
     engine = Engine(
         target, deepseek.drafter, Scorer(predictor, "raw", target.moe_layers, target.experts),
-        build_policy(parse_policy(policy)), PROFILE, PoolConfig(depth=3, beam=4, width=8),
+        build_policy(parse_policy(policy)), PROFILE, PoolConfig(depth=3, beam=2, width=8),
     )  # fmt: skip
     accepted = verified = 0
-    for seed in (1, 2):
+    for seed in (1, 2) if predictor is None else (1,):
         prompt = text(12, seed)
         expected = target.model.generate(
             prompt[None], attention_mask=torch.ones(1, 12), do_sample=False, max_new_tokens=60, eos_token_id=None,
@@ -166,8 +166,7 @@ def test_greedy_text_is_that_of_generate(deepseek: Family, policy: str) -> None:
         stream = engine.generate(prompt.tolist(), GenerationConfig(max_new_tokens=60, eos_token_id=()))
         assert [token.id for token in stream] == expected
         accepted, verified = accepted + stream.statistics.accepted, verified + stream.statistics.verified
-    assert verified > accepted
-    assert accepted > 0 or policy != "confidence:budget=12"
+    assert verified > accepted > 0
 
 
 def test_its_own_router_is_never_recorded(deepseek: Family) -> None:
@@ -202,10 +201,11 @@ def test_bfloat16_keeps_the_router_in_float32_and_drafts_much_the_same(deepseek:
     reference = target.model.model.layers[-1].state_dict()
     assert {name: values[f"mtp_block.{name}"].dtype for name in reference} == {k: v.dtype for k, v in reference.items()}
     assert values["eh_proj.weight"].dtype == torch.bfloat16
-    pools = [drafted(drafter, target), drafted(deepseek.drafter, deepseek.target)]
-    np.testing.assert_allclose(pools[0].states[1], pools[1].states[1], atol=0.2)
     exact: Any = load_drafter(deepseek.folder, target, "float32")  # of another type than the target
-    np.testing.assert_allclose(drafted(exact, target).states[1], pools[1].states[1], atol=0.2)
+    for each in (drafter, exact):
+        pairs = [(drafted(each, target, n).states[1], drafted(deepseek.drafter, deepseek.target, n).states[1])
+                 for n in range(5, 14)]  # fmt: skip
+        assert np.median([np.corrcoef(*pair)[0, 1] for pair in pairs]) > 0.999  # a router may flip now and then
 
 
 def test_the_target_is_not_touched_by_the_drafters_settings(deepseek: Family) -> None:
