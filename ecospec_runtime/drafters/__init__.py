@@ -8,6 +8,7 @@ from typing import Any
 from ecospec_runtime.checkpoint import DTYPES, read_config, resolve_folder
 from ecospec_runtime.drafters.base import Drafter
 from ecospec_runtime.drafters.eagle3 import load_eagle3
+from ecospec_runtime.drafters.mtp import has_mtp_layer, load_mtp
 from ecospec_runtime.errors import UserError
 
 __all__ = ["Drafter", "load_drafter"]
@@ -26,6 +27,8 @@ def load_drafter(id_or_folder: str | Path, target: Any, dtype: str = "auto") -> 
     architectures = config.get("architectures") or []
     if any("Eagle3" in name for name in architectures) or config.get("speculators_model_type") == "eagle3":
         return load_eagle3(folder, source, target, dtype)
+    if has_mtp_layer(folder, config) or folder.samefile(target.folder):
+        return load_mtp(folder, source, target, dtype)
     raise UserError(
-        f"drafter {source}: architectures {architectures} in config.json is not a supported kind; use EAGLE-3"
+        f"drafter {source}: architectures {architectures} in config.json is not a supported kind; use EAGLE-3 or MTP"
     )

@@ -21,7 +21,11 @@ class Drafter(Protocol):
     kind: str
     width: int  # width d of the states in its pools
     aux_layers: tuple[int, ...]  # the features it needs: hidden states entering these target layers
-    fingerprint: str  # sha256 of its weights
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of its weights."""
+        ...
 
     def check(self, target: Any) -> None:
         """Raise UserError if the drafter cannot serve this target."""

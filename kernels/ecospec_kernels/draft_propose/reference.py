@@ -34,7 +34,12 @@ def draft_propose(
     `norm_H` None: the states are normed already.
     """
     normed = states_nH if norm_H is None else F.rms_norm(states_nH, norm_H.shape, norm_H, eps)
-    log_probs = F.linear(normed, lm_head_VH.to(normed.dtype)).float().log_softmax(-1)
+    return best_tokens(F.linear(normed, lm_head_VH.to(normed.dtype)), width, temperatures)
+
+
+def best_tokens(logits_nV: Tensor, width: int, temperatures: tuple[float, ...]) -> Proposals:
+    """The same of given logits: for drafters that have an output layer of their own."""
+    log_probs = logits_nV.float().log_softmax(-1)
     best = log_probs.topk(width)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     normalizers = [(log_probs / t).logsumexp(-1) for t in temperatures]
