@@ -26,7 +26,12 @@ def draft_propose(
 ) -> Proposals:
     """The `width` best tokens of each state with their log-probabilities, and the whole distribution's statistics."""
     normed = F.rms_norm(states_nH, norm_H.shape, norm_H, eps)
-    log_probs = F.linear(normed, lm_head_VH.to(normed.dtype)).float().log_softmax(-1)
+    return propose(F.linear(normed, lm_head_VH.to(normed.dtype)), width, temperatures)
+
+
+def propose(logits_nV: Tensor, width: int, temperatures: tuple[float, ...]) -> Proposals:
+    """`draft_propose` from the logits on."""
+    log_probs = logits_nV.float().log_softmax(-1)
     best = log_probs.topk(width)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     normalizers = [(log_probs / t).logsumexp(-1) for t in temperatures]
