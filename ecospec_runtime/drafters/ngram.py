@@ -16,8 +16,9 @@ Legend: m rows, H hidden size of the target, k tokens seen after a context.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -88,12 +89,32 @@ class Distribution(NamedTuple):
         return seen - self.others * float(np.exp(self.log_other)) * self.log_other
 
 
+class Followers:
+    """What followed one context: the last `RECENT` tokens, and how often each of them, the latest to occur last."""
+
+    __slots__ = ("counts", "latest")
+
+    def __init__(self) -> None:
+        self.latest: deque[int] = deque()
+        self.counts: dict[int, int] = {}
+
+    def add(self, token: int) -> None:
+        """Take in the next one, forgetting the oldest beyond `RECENT`."""
+        self.latest.append(token)
+        self.counts[token] = self.counts.pop(token, 0) + 1
+        if len(self.latest) > RECENT:
+            oldest = self.latest.popleft()
+            self.counts[oldest] -= 1
+            if not self.counts[oldest]:
+                del self.counts[oldest]
+
+
 class NgramIndex:
     """A text read token by token: for each context of min..max tokens, the last `RECENT` tokens that followed it."""
 
     def __init__(self, config: NgramConfig, vocabulary: int):
         self._config, self._vocabulary = config, vocabulary
-        self._followers: dict[tuple[int, ...], deque[int]] = {}
+        self._followers: dict[tuple[int, ...], Followers] = {}
         self._end: list[int] = []  # the last `max` tokens
         self.length = 0
 
@@ -101,7 +122,10 @@ class NgramIndex:
         """Take in the next token: O(max), whatever the length of the text."""
         end = self._end
         for n in range(self._config.min, len(end) + 1):
-            self._followers.setdefault(tuple(end[-n:]), deque(maxlen=RECENT)).append(token)
+            context = tuple(end[-n:])
+            if context not in self._followers:
+                self._followers[context] = Followers()
+            self._followers[context].add(token)
         end.append(token)
         del end[: -self._config.max]
         self.length += 1
@@ -117,11 +141,10 @@ class NgramIndex:
             found.append(followers)
         share, p = 1.0, dict[int, float]()
         for followers in reversed(found):
-            counts = Counter(reversed(followers))  # in the order of their latest occurrence
-            part = share / len(followers)
-            for token, count in counts.items():
+            part = share / len(followers.latest)
+            for token, count in reversed(followers.counts.items()):
                 p[token] = p.get(token, 0.0) + part * (count - DISCOUNT)
-            share = part * len(counts) * DISCOUNT
+            share = part * len(followers.counts) * DISCOUNT
         other = share / self._vocabulary
         tokens = sorted(p, key=p.__getitem__, reverse=True)
         log_probs = np.log(np.array([p[token] for token in tokens]) + other)
@@ -222,16 +245,15 @@ class NgramDrafter:
 
 
 class Node(NamedTuple):
-    """A node of a pool under construction; the first five as `Pool` names them."""
+    """A node of a pool under construction; named as in `Pool`, but for `reach`."""
 
     token: int
     parent: int
     depth: int
     rank: int
     state_row: int
-    log_prob: np.float32
-    reach: np.float32  # sum of log p along the path, in the order and precision that replay adds it up
-    path: list[int]  # tokens from below the root to the node's own
+    log_prob: float
+    reach: float  # sum of log p along the path, in the order and precision that replay adds it up
 
 
 def grow(index: NgramIndex, shape: PoolConfig) -> tuple[list[Node], list[Distribution], int]:
@@ -239,24 +261,25 @@ def grow(index: NgramIndex, shape: PoolConfig) -> tuple[list[Node], list[Distrib
 
     Returns the nodes, the distributions of the root and of every expanded node, and the levels grown.
     """
-    least = np.log(np.float32(shape.min_reach)) if shape.min_reach else np.float32(-np.inf)
+    least = float(np.log(np.float32(shape.min_reach))) if shape.min_reach else -np.inf
     nodes: list[Node] = []
+    paths: dict[int, list[int]] = {-1: []}  # tokens from below the root to a node that is expanded, its own included
     proposed: list[Distribution] = []
-    expanding = [(-1, np.float32(0.0), list[int]())]
-    levels = 0
+    expanding, levels = [-1], 0
     while expanding and levels < shape.depth:
         levels += 1
         children: list[Node] = []
-        for parent, reach, path in expanding:
-            found = index.after(path)
+        for parent in expanding:
+            found = index.after(paths[parent])
             proposed.append(found)
             values = found.log_probs[: shape.width].astype(np.float32)
-            for rank, (token, log_prob) in enumerate(zip(found.tokens, values, strict=False)):
-                total = reach + log_prob
-                children.append(Node(token, parent, levels, rank, len(proposed), log_prob, total, [*path, token]))
-        children.sort(key=lambda child: -child.reach)
+            reach = values + np.float32(nodes[parent].reach if parent >= 0 else 0.0)
+            for rank, child in enumerate(zip(found.tokens, values.tolist(), reach.tolist(), strict=False)):
+                children.append(Node(child[0], parent, levels, rank, len(proposed), child[1], child[2]))
+        children.sort(key=attrgetter("reach"), reverse=True)  # stable: equal ones keep their order
         kept = [child for child in children[: shape.width] if child.reach >= least]
-        beam = enumerate(kept[: shape.beam], len(nodes))
-        expanding = [(place, child.reach, child.path) for place, child in beam]
+        expanding = list(range(len(nodes), len(nodes) + len(kept[: shape.beam])))
         nodes += kept
+        for place in expanding:
+            paths[place] = [*paths[nodes[place].parent], nodes[place].token]
     return nodes, proposed, levels
