@@ -23,7 +23,7 @@ from ecospec_kernels.draft_propose.reference import Proposals
 from ecospec_kernels.draft_propose.reference import propose as propose_from
 from ecospec_kernels.draft_tree.reference import Shape, grow
 from ecospec_runtime.cache import TargetCache
-from ecospec_runtime.checkpoint import fingerprint
+from ecospec_runtime.checkpoint import fingerprint, read_config
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters.features import HiddenRows
 from ecospec_runtime.errors import UserError
@@ -229,6 +229,7 @@ def load_causal_lm(folder: Path, source: str, target: Any, dtype: str = "auto") 
         model = DraftModel.from_pretrained(folder, dtype, str(target.device))
     except UserError as error:
         text = str(error)
-        raise UserError(f"drafter {source}{text.removeprefix(f'target {folder}')}") from None
+        kind = ", ".join(read_config(folder, "drafter").get("architectures") or [])
+        raise UserError(f"drafter {source} ({kind}){text.removeprefix(f'target {folder}')}") from None
     model.source = source
     return CausalLMDrafter(model, target, fingerprint(folder))
