@@ -20,6 +20,7 @@ from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import PolicySpec, build_policy
+from ecospec_runtime.pool import Features
 from ecospec_runtime.predictor import ONNX_FILE, Predictor, PredictorManifest, check_interface, open_session
 
 if TYPE_CHECKING:
@@ -53,12 +54,13 @@ class TargetInfo(Strict):
 
 
 class DrafterInfo(Strict):
-    """The drafter whose states the predictor reads."""
+    """The drafter whose pools the predictor reads."""
 
     id: str
     kind: str
     fingerprint: str
     width: int
+    features: Features = "drafter_state"  # what `width` numbers the predictor reads beside each node
 
 
 class FileInfo(Strict):
@@ -261,9 +263,9 @@ def check_target(bundle: Bundle, target: Target) -> None:
 
 
 def check_drafter(bundle: Bundle, drafter: Drafter) -> None:
-    """Refuse a drafter whose states the predictor has not seen; raises UserError."""
+    """Refuse a drafter whose pools the predictor has not seen; raises UserError."""
     want, where = bundle.manifest.drafter, bundle.folder / MANIFEST
-    for key in ("kind", "width", "fingerprint"):
+    for key in ("kind", "features", "width", "fingerprint"):
         expected, found = getattr(want, key), getattr(drafter, key)
         if expected != found:
             raise UserError(

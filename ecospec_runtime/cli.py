@@ -32,7 +32,9 @@ app = new_app("ecospec-runtime", "Speculative decoding of mixture-of-experts mod
 
 BundleOption = Annotated[Path, typer.Option("--bundle", "-b", help="Folder that `ecospec-train export` wrote.")]
 TargetOption = Annotated[str | None, typer.Option(help="Local folder or hub id; default: the one the bundle names.")]
-DrafterOption = Annotated[str | None, typer.Option(help="Local folder or hub id; default: the one the bundle names.")]
+DrafterOption = Annotated[
+    str | None, typer.Option(help="Local folder, hub id or ngram[:min=1,max=4]; default: the one the bundle names.")
+]
 DtypeOption = Annotated[str, typer.Option(help="auto (as saved), float32 or bfloat16.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 ThreadsOption = Annotated[

@@ -20,7 +20,10 @@ def summary(bundle: Bundle) -> Group:
     shape = f"{t.moe_layers} MoE layers, {t.experts} experts, top-{t.top_k}, vocabulary {t.vocab_size}"
     rows: list[tuple[str, Any]] = [
         ("target", f"{t.id} ({t.architecture}: {shape})"),
-        ("drafter", f"{m.drafter.id} ({m.drafter.kind}, width {m.drafter.width})"),
+        (
+            "drafter",
+            f"{m.drafter.id} ({m.drafter.kind}, {m.drafter.features.replace('_', ' ')} of width {m.drafter.width})",
+        ),
         (
             "pool",
             f"depth {m.pool.depth}, beam {m.pool.beam}, width {m.pool.width}"

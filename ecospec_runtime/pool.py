@@ -1,18 +1,23 @@
 """What a drafter hands to selection: the candidate tree of one step, and what is predicted about it.
 
-Host-side numpy, because selection is host-side. Legend of shapes: n nodes, s drafter states, d drafter width,
+Host-side numpy, because selection is host-side. Legend of shapes: n nodes, s proposing states, d width of the features,
 L MoE layers, E experts, K top-k, t temperatures.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+
+# What the predictor reads beside each node: the drafter's own state that proposed it; or the target's last hidden state, the
+# output of its last layer where it chose the root, which root and nodes share.
+Features = Literal["drafter_state", "target_hidden"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,10 @@ class Pool:
     depths: Ints  # [n] 1 for a child of the root
     ranks: Ints  # [n] place among the drafter's proposals of the same parent, 0 first
     log_probs: Floats  # [n] the drafter's log p(token | parent) at temperature 1
-    state_rows: Ints  # [n] row of `states` that proposed the node: the parent's own state
-    states: Floats  # [s, d] row 0: the state that preceded the root; row 1: the root's; then one per expanded node
+    state_rows: Ints  # [n] the state that proposed the node: its parent's own
+    # [s, d] row 0: the state that preceded the root; row 1: the root's; then one per expanded node. Or [1, d], what all of
+    # them share: see `Features` and `features_of`.
+    states: Floats
     entropies: Floats  # [s] nats, entropy of the drafter's distribution at each state
     root_token: int
     temperatures: tuple[float, ...] = ()  # drafter temperatures asked for
@@ -38,8 +45,12 @@ class Pool:
 
     @property
     def expanded(self) -> int:
-        """Nodes that were expanded."""
-        return len(self.states) - 2
+        """Nodes that were expanded: the states but the root's and the one before it."""
+        return len(self.entropies) - 2
+
+    def features_of(self, rows: Ints) -> Floats:
+        """What the predictor reads at the given states: rows of `states` `[len(rows), d]`, or the one that all share."""
+        return self.states[np.minimum(rows, len(self.states) - 1)]
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 A predictor folder holds `predictor.onnx` (run here through onnxruntime), the same weights as `predictor.safetensors`,
 `acceptance.json`, `metrics.json` and `manifest.json`. Row 0 of every input is the root, the pool's nodes follow. Inputs:
 `embedding` of the token, `parent` the embedding of its parent's token (zeros for the root), `state` of the drafter that
-proposed it, `scalars` log p, rank, depth and the entropy at that state.
+proposed it (or the target's last hidden state: see `pool.Features`), `scalars` log p, rank, depth and the entropy there.
 
-Legend: N rows (root and nodes), H target width, d drafter width, L MoE layers, E experts, K top-k.
+Legend: N rows (root and nodes), H target width, d width of the state, L MoE layers, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Predictor:
         embedding_NH = embed(np.concatenate(([pool.root_token], pool.tokens)))
         parent_NH = embedding_NH[np.concatenate(([0], pool.parents + 1))]
         parent_NH[0] = 0.0
-        prediction = self.run(embedding_NH, parent_NH, pool.states[rows], node_scalars(pool))
+        prediction = self.run(embedding_NH, parent_NH, pool.features_of(rows), node_scalars(pool))
         shrink(prediction.routing_logits, self.manifest.shrinkage)
         return prediction
 

@@ -47,6 +47,8 @@ class TargetOutput:
 class Target:
     """A loaded target model with its tokenizer. One pass at a time; see `forward` and `commit`."""
 
+    needs_experts = True  # False: a dense model will do, with no experts to record
+
     def __init__(self, model: Any, tokenizer: Any, source: str, folder: Path):
         self.model, self.tokenizer, self.source, self.folder = model.eval(), tokenizer, source, folder
         self.config: Any = model.config.get_text_config()
@@ -57,9 +59,10 @@ class Target:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._decoder = model.get_decoder()
         self._layers = _decoder_layers(self._decoder, source)
-        self.expert_modules = _experts_modules(self._decoder, self.architecture, source)
+        moe = self.needs_experts
+        self.expert_modules = _experts_modules(self._decoder, self.architecture, source) if moe else []
         self.moe_layers = len(self.expert_modules)
-        self.experts = _one({m.num_experts for m in self.expert_modules}, "expert counts", source)
+        self.experts = _one({m.num_experts for m in self.expert_modules}, "expert counts", source) if moe else 0
         self._cache_name = _cache_argument(model, source)
         self._windows = _sliding_windows(self.config, source)
         self._armed: tuple[tuple[int, ...], bool] = ((), False)
@@ -143,7 +146,7 @@ class Target:
             self._arm(aux_layers, routing)
         past, n = len(cache), tokens_n.shape[0]
         self._routing = []
-        attention = None if mask is None or (n == 1 and not self._windows) else self._attention(mask, positions_n, past)
+        attention = None if mask is None else self._attention(mask, positions_n, past)
         keep = 0 if logits and not last_only else 1
         output = self.model(
             input_ids=tokens_n[None], position_ids=positions_n[None], attention_mask=attention, use_cache=True,

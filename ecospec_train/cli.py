@@ -18,7 +18,7 @@ from ecospec_runtime.errors import UserError
 app = new_app("ecospec-train", "Train and tune cost-aware speculative decoding for a mixture-of-experts model.")
 
 TargetOption = Annotated[str, typer.Option(help="Local folder or hub id of the target.")]
-DrafterOption = Annotated[str, typer.Option(help="Local folder or hub id of the drafter.")]
+DrafterOption = Annotated[str, typer.Option(help="Local folder or hub id of the drafter, or ngram[:min=1,max=4].")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Any other setting, key=value; may be repeated.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 

@@ -144,12 +144,17 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
                          config.seed)  # fmt: skip
     if not len(data.fit_stream) or not len(data.heldout_stream):
         raise UserError(f"{config.traces}: too few positions to fit on and to hold out; harvest more")
+    rows = AcceptanceRows.collect(tables, fitted)
+    if not len(rows.label):
+        raise UserError(
+            f"{config.traces}: the drafter proposed no candidates in these texts, there is nothing to fit; harvest more, or use "
+            "another drafter"
+        )
     manifest = describe(traces, sorted(heldout), config)
     network = PredictorNetwork(manifest.shapes, config.width)
     epochs = train(network, data, config, logger)
     trained = time.monotonic() - started
     export_network(network, config.out)
-    rows = AcceptanceRows.collect(tables, fitted)
     temperature = fit_temperature(rows, traces.manifest.drafter_temperatures)
     model = AcceptanceModel(best="head", temperature=temperature, logistic=fit_logistic(rows))
     predictor = Predictor(open_session(config.out / ONNX_FILE, torch.get_num_threads()), manifest, model)

@@ -153,8 +153,8 @@ def describe(config: HarvestConfig, target: Target, drafter: Drafter, prompts: l
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
         ),
-        drafter=DrafterRecord(
-            id=config.drafter, kind=drafter.kind, fingerprint=drafter.fingerprint, width=drafter.width
+        drafter=DrafterRecord.model_validate(
+            {"id": config.drafter} | {k: getattr(drafter, k) for k in ("kind", "fingerprint", "width", "features")}
         ),
         **config.model_dump(
             include=set(TraceManifest.model_fields)
@@ -195,6 +195,7 @@ def check_disk(config: HarvestConfig, manifest: TraceManifest, prompts: int) -> 
         manifest.drafter.width,
         len(config.drafter_temperatures),
         len(config.recorded_temperatures),
+        manifest.drafter.features,
     )
     positions = expected_positions(config, prompts)
     table = min(target.vocab_size, positions * (pool.pool_size + 1)) * (2 * target.hidden_size + 4)

@@ -2,7 +2,7 @@
 
 name: my-model
 target: owner/model          # folder or hub id
-drafter: owner/head
+drafter: owner/head          # or ngram, which needs no weights
 prompts: prompts.jsonl
 out: runs/my-model           # gets traces/ predictor/ profile.json policy/ bundle/
 harvest: {max_positions: 20000}

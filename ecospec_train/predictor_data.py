@@ -2,8 +2,8 @@
 
 Every row of a batch is a root or a pool node. Prompts, not rows, are divided into fit and held-out.
 
-Legend: R positions of a shard, N rows (roots and nodes), H target width, d drafter width, L MoE layers, K top-k, s states,
-G sibling groups.
+Legend: R positions of a shard, N rows (roots and nodes), H target width, d feature width, L MoE layers, K top-k, s states,
+f feature rows, G sibling groups.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class NodeTable:
     prompt_ids: Ints  # [R]
     tokens: Ints  # [N]
     parents: Ints  # [N] row of the parent; -1 for a root
-    state_rows: Ints  # [N] row of `states`
-    states: NDArray[np.float16]  # [s, d]
+    state_rows: Ints  # [N] row of `log_normalizers`: the state that proposed it
+    feature_rows: Ints  # [N] row of `states`
+    states: NDArray[np.float16]  # [f, d]
     scalars: Floats  # [N, 4] log_prob, rank, depth, entropy
     routing: NDArray[np.unsignedinteger]  # [N, L, K]
     label: Floats  # [N] the target's probability of the node given its parent; 0 for roots
@@ -93,6 +94,8 @@ def node_table(shard: TraceShard, temperature: float, target_temperatures: tuple
     states = shard.state_offsets[:-1]
     parents = spread(shard.parents + 1 + roots[of], -1)
     state_rows = spread(shard.state_rows + states[of], states)
+    first, last = shard.feature_offsets[:-1], shard.feature_offsets[1:] - 1
+    feature_rows = spread(np.minimum(shard.state_rows + first[of], last[of]), first)
     tokens = spread(shard.tokens, shard.root_token)
     scalars = np.zeros((nodes + positions, 4), np.float32)
     scalars[is_node, 0], scalars[is_node, 1], scalars[is_node, 2] = shard.log_probs, shard.ranks, shard.depths
@@ -114,6 +117,7 @@ def node_table(shard: TraceShard, temperature: float, target_temperatures: tuple
         sampled_weight[level] = sampled_weight[above] * np.where(parents[above, None] < 0, 1, sampled[above])
     return NodeTable(
         offsets=offsets, prompt_ids=shard.prompt_id.astype(np.int64), tokens=tokens, parents=parents, state_rows=state_rows,
+        feature_rows=feature_rows,
         states=shard.states, scalars=clean_scalars(scalars), routing=shard.routing, label=label, reached=reached,
         weight=np.where(is_node, reached[parents], False).astype(np.float32), sampled=sampled,
         sampled_weight=sampled_weight, log_normalizers=shard.log_normalizers,
@@ -133,13 +137,15 @@ def split_prompts(prompt_ids: list[int], fraction: float, seed: int) -> tuple[se
 def concatenate(tables: list[NodeTable]) -> NodeTable:
     """Several tables as one."""
     rows = np.cumsum([0, *(len(t.tokens) for t in tables)])
-    states = np.cumsum([0, *(len(t.states) for t in tables)])
+    states = np.cumsum([0, *(len(t.log_normalizers) for t in tables)])
+    features = np.cumsum([0, *(len(t.states) for t in tables)])
     merged = {f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(NodeTable)}
     merged["offsets"] = np.concatenate([*(t.offsets[:-1] + n for t, n in zip(tables, rows, strict=False)), rows[-1:]])
     merged["parents"] = np.concatenate(
         [np.where(t.parents < 0, -1, t.parents + n) for t, n in zip(tables, rows, strict=False)]
     )
     merged["state_rows"] = np.concatenate([t.state_rows + n for t, n in zip(tables, states, strict=False)])
+    merged["feature_rows"] = np.concatenate([t.feature_rows + n for t, n in zip(tables, features, strict=False)])
     return NodeTable(**merged)
 
 
@@ -194,7 +200,7 @@ def network_inputs(table: NodeTable, rows: Ints, embed: Embed) -> dict[str, Floa
     parent = embed(table.tokens[np.maximum(parents, 0)])
     parent[parents < 0] = 0.0
     return {"embedding": embed(table.tokens[rows]), "parent": parent,
-            "state": table.states[table.state_rows[rows]].astype(np.float32), "scalars": table.scalars[rows]}  # fmt: skip
+            "state": table.states[table.feature_rows[rows]].astype(np.float32), "scalars": table.scalars[rows]}  # fmt: skip
 
 
 def make_batch(table: NodeTable, rows: Ints, embed: Embed, unreached_weight: float = 0.0) -> Batch:

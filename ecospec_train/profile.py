@@ -315,7 +315,7 @@ def measure_drafting(
         name: [] for name in ("select", *(f"{part}{shape}" for part in ("", "predict_") for shape in DRAFTED))
     }
     shapes = {name: config.pool.model_copy(update=update) for name, update in DRAFTED.items()}
-    nodes: dict[str, int] = {}
+    pools: dict[str, list[Pool]] = {name: [] for name in DRAFTED}
     cache, at = prefilled(target, text[:context]), context
 
     with Steps("profile: drafting", repeats) as steps:
@@ -328,16 +328,26 @@ def measure_drafting(
                 at += CATCH_UP
                 predict = partial(scorer.score, pool, target.embed_host, predictor is not None)
                 scored = timed(times[f"predict_{name}"], predict)
-                nodes[name] = len(pool)
+                pools[name].append(pool)
             candidates = scored if predictor else with_masks(scored, target)
-            timed(times["select"], partial(policy.select, candidates, base, context))
+            if len(candidates):
+                timed(times["select"], partial(policy.select, candidates, base, context))
             steps.advance()
-    medians = {name: float(np.median(values)) for name, values in times.items()}
-    deeper, wider = config.pool.depth - 1, min(config.pool.beam, config.pool.width) - 1
-    per_expanded = max(0.0, medians["full"] - medians["narrow"]) / (deeper * wider) if deeper and wider else 0.0
-    level = max(0.0, (medians["narrow"] - medians["shallow"]) / deeper - per_expanded) if deeper else 0.0
+    return drafting_costs({name: float(np.median(values)) if values else 0.0 for name, values in times.items()}, pools)
+
+
+def drafting_costs(medians: dict[str, float], pools: dict[str, list[Pool]]) -> dict[str, float]:
+    """The drafter's part of a profile, from median ms by pool shape and the pools that took them: an n-gram drafter's vary."""
+    levels, expanded, nodes = (
+        {name: float(np.mean([size(pool) for pool in found])) for name, found in pools.items()}
+        for size in (lambda pool: pool.levels, lambda pool: pool.expanded, len)
+    )
+    wider, deeper = expanded["full"] - expanded["narrow"], levels["narrow"] - levels["shallow"]
+    per_expanded = max(0.0, medians["full"] - medians["narrow"]) / wider if wider > 0 else 0.0
+    further = medians["narrow"] - medians["shallow"] - per_expanded * (expanded["narrow"] - expanded["shallow"])
+    level = max(0.0, further) / deeper if deeper > 0 else 0.0
     more = nodes["full"] - nodes["shallow"]
-    per_node = max(0.0, medians["predict_full"] - medians["predict_shallow"]) / more if more else 0.0
+    per_node = max(0.0, medians["predict_full"] - medians["predict_shallow"]) / more if more > 0 else 0.0
     return {"draft_fixed_ms": medians["shallow"], "draft_level_ms": level, "draft_node_ms": per_expanded, "predict_node_ms": per_node,
             "predict_ms": max(0.0, medians["predict_shallow"] - per_node * nodes["shallow"]), "select_ms": medians["select"]}  # fmt: skip
 

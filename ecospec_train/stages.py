@@ -5,6 +5,7 @@ Importing this module is cheap; a stage's libraries load when it runs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ def model_name(predictor: Path) -> str:
 
     manifest = load_manifest(predictor)
     parts = [Path(str(side.get("id", ""))).name or "unknown" for side in (manifest.target, manifest.drafter)]
-    return "ecospec-" + "-".join(parts)
+    return re.sub(r"[^\w.-]+", "-", "ecospec-" + "-".join(parts))  # the registry takes no colon
 
 
 def run_profile(config: ProfileConfig) -> Any:

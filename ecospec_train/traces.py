@@ -4,7 +4,7 @@ A folder of Parquet shards, `manifest.json` and `embedding.safetensors`. One row
 in order, and never split across shards. `datasets.load_dataset("parquet", data_files=DIR + "/shard-*.parquet")` reads it too.
 
 Legend of shapes: R rows, n nodes of a row, N nodes of a shard, P = N + R tokens verified (root first in each row), s states of a
-row, S states of a shard, d drafter width, t drafter temperatures, T target temperatures, L MoE layers, K top-k, H hidden size.
+row, S states of a shard, F feature rows of a shard (S, or R where a row's states share one), d feature width, t drafter temperatures, T target temperatures, L MoE layers, K top-k, H hidden size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.errors import UserError, first_line
-from ecospec_runtime.pool import Floats, Ints, Pool
+from ecospec_runtime.pool import Features, Floats, Ints, Pool
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -56,7 +56,8 @@ class DrafterRecord(_Record):
     id: str
     kind: str
     fingerprint: str
-    width: int  # of its states
+    width: int  # of `states`
+    features: Features = "drafter_state"  # what `states` holds; a target's hidden state is held once per row
 
 
 class ShardRecord(_Record):
@@ -101,7 +102,7 @@ class TraceManifest(_Record):
 
 
 def trace_schema(experts: int) -> pa.Schema:
-    """Columns of a shard. Node columns have n entries, verified ones n + 1 (root first); `states` is [s, d], `log_normalizers`
+    """Columns of a shard. Node columns have n entries, verified ones n + 1 (root first); `states` is [s, d] or [1, d], `log_normalizers`
     [s, t], `routing` [n + 1, L, K] and `logsumexp` [n + 1, T], each flattened."""
     i16, i32, f32 = pa.list_(pa.int16()), pa.list_(pa.int32()), pa.list_(pa.float32())
     return pa.schema(
@@ -136,14 +137,16 @@ def bytes_per_position(
     width: int,
     drafter_temperatures: int,
     target_temperatures: int,
+    features: Features = "drafter_state",
 ) -> int:
-    """Upper bound of a row's size before compression: full pool, every beam expanded. `width` is the drafter's state width."""
+    """Upper bound of a row's size before compression: full pool, every beam expanded. `width` is that of `features`."""
     nodes, states = pool.pool_size, 2 + min(pool.beam, pool.width) * (pool.depth - 1)
     per_node = 4 + 4 * 2 + 4 + 4  # tokens; parents, depths, ranks, state_rows; log_probs; token_logits
     per_pass = layers * top_k * (1 if experts <= 256 else 2) + 4 + 4 + 4 * target_temperatures
-    per_state = 2 * width + 4 + 4 * drafter_temperatures
+    feature_rows = 1 if features == "target_hidden" else states
+    per_state = 4 + 4 * drafter_temperatures
     offsets = 14 * 4
-    return 4 * 4 + offsets + nodes * per_node + (nodes + 1) * per_pass + states * per_state
+    return 4 * 4 + offsets + nodes * per_node + (nodes + 1) * per_pass + states * per_state + feature_rows * 2 * width
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,8 @@ class TraceRow:
 @dataclass(frozen=True)
 class TraceShard:
     """The rows of one shard as flat arrays, named as the columns. Row r owns nodes node_offsets[r]:node_offsets[r + 1], the
-    verified tokens from node_offsets[r] + r on (root first), and states state_offsets[r]:state_offsets[r + 1]."""
+    verified tokens from node_offsets[r] + r on (root first), states state_offsets[r]:state_offsets[r + 1] and rows
+    feature_offsets[r]:feature_offsets[r + 1] of `states`."""
 
     prompt_id: NDArray[np.int32]  # [R]
     position: NDArray[np.int32]  # [R]
@@ -177,7 +181,7 @@ class TraceShard:
     log_probs: Floats  # [N]
     state_rows: NDArray[np.int16]  # [N] within the row's states
     entropies: Floats  # [S]
-    states: NDArray[np.float16]  # [S, d]
+    states: NDArray[np.float16]  # [F, d]
     log_normalizers: Floats  # [S, t]
     routing: NDArray[np.unsignedinteger[Any]]  # [P, L, K]
     next_tokens: NDArray[np.int32]  # [P]
@@ -186,6 +190,7 @@ class TraceShard:
     logsumexp: Floats  # [P, T]
     node_offsets: Ints  # [R + 1]
     state_offsets: Ints  # [R + 1]
+    feature_offsets: Ints  # [R + 1]
     temperatures: tuple[float, ...]  # of the drafter
 
     def __len__(self) -> int:
@@ -202,6 +207,7 @@ class TraceShard:
     def pool(self, row: int) -> Pool:
         """The drafter's pool at a row, as the drafter returned it (its states rounded to float16)."""
         nodes, states = self.nodes(row), slice(int(self.state_offsets[row]), int(self.state_offsets[row + 1]))
+        features = slice(int(self.feature_offsets[row]), int(self.feature_offsets[row + 1]))
         return Pool(
             tokens=self.tokens[nodes].astype(np.int64),
             parents=self.parents[nodes].astype(np.int64),
@@ -209,7 +215,7 @@ class TraceShard:
             ranks=self.ranks[nodes].astype(np.int64),
             log_probs=self.log_probs[nodes],
             state_rows=self.state_rows[nodes].astype(np.int64),
-            states=self.states[states].astype(np.float32),
+            states=self.states[features].astype(np.float32),
             entropies=self.entropies[states],
             root_token=int(self.root_token[row]),
             temperatures=self.temperatures,
@@ -361,14 +367,17 @@ def _to_shard(table: pa.Table, manifest: TraceManifest) -> TraceShard:
         "token_logits",
     )
     states, verified = len(flat("entropies")), int(nodes[-1]) + len(nodes) - 1
+    shared = manifest.drafter.features == "target_hidden"
+    feature_offsets = np.arange(len(nodes)) if shared else offsets("entropies")
     return TraceShard(
         **scalars,
         **{name: flat(name) for name in names},
-        states=flat("states").reshape(states, manifest.drafter.width),
+        states=flat("states").reshape(int(feature_offsets[-1]), manifest.drafter.width),
         log_normalizers=flat("log_normalizers").reshape(states, len(manifest.drafter_temperatures)),
         routing=flat("routing").reshape(verified, target.moe_layers, target.top_k),
         logsumexp=flat("logsumexp").reshape(verified, len(manifest.target_temperatures)),
         node_offsets=nodes,
         state_offsets=offsets("entropies"),
+        feature_offsets=feature_offsets,
         temperatures=manifest.drafter_temperatures,
     )

@@ -120,6 +120,7 @@ class StubDrafter:
     """
 
     kind = "stub"
+    features = "drafter_state"
     width = 4
     aux_layers = (0, 2, 3)
     fingerprint = "stub"

@@ -7,28 +7,35 @@ from typing import Any
 
 from ecospec_runtime.checkpoint import DTYPES, read_config, resolve_folder
 from ecospec_runtime.drafters.base import Drafter
+from ecospec_runtime.drafters.causal_lm import load_causal_lm
 from ecospec_runtime.drafters.eagle3 import load_eagle3
 from ecospec_runtime.drafters.mtp import has_mtp_layer, load_mtp
+from ecospec_runtime.drafters.ngram import NgramDrafter, is_ngram, parse_ngram
 from ecospec_runtime.errors import UserError
 
 __all__ = ["Drafter", "load_drafter"]
 
 
 def load_drafter(id_or_folder: str | Path, target: Any, dtype: str = "auto") -> Drafter:
-    """Load the drafter in a local folder or hub id for a loaded target; raises UserError if it cannot serve it.
+    """Load the drafter in a local folder or hub id for a loaded target, or `ngram`, which is made from nothing.
 
-    `dtype` is float32, bfloat16 or auto.
+    `dtype` is float32, bfloat16 or auto. Raises UserError if there is no such drafter or it cannot serve the target.
     """
     source = str(id_or_folder)
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is not supported; use one of {', '.join(DTYPES)}")
+    if is_ngram(source):
+        return NgramDrafter(parse_ngram(source), target, source)
     folder = resolve_folder(source, "drafter")
     config = read_config(folder, "drafter")
     architectures = config.get("architectures") or []
     if any("Eagle3" in name for name in architectures) or config.get("speculators_model_type") == "eagle3":
         return load_eagle3(folder, source, target, dtype)
-    if has_mtp_layer(folder, config) or folder.samefile(target.folder):
+    if has_mtp_layer(folder, config):
         return load_mtp(folder, source, target, dtype)
+    if any(name.endswith("ForCausalLM") for name in architectures):
+        return load_causal_lm(folder, source, target, dtype)
     raise UserError(
-        f"drafter {source}: architectures {architectures} in config.json is not a supported kind; use EAGLE-3 or MTP"
+        f"drafter {source}: architectures {architectures} in config.json is not a supported kind; use an EAGLE-3 head, a "
+        "checkpoint with a multi-token-prediction layer, a causal language model with the target's tokenizer, or ngram"
     )

@@ -15,10 +15,13 @@ class Drafter(Protocol):
 
     Row j of a sequence is what the drafter knows once the target has seen position j and chosen the token at j + 1:
     the target's features at position j and that token. Rows are only ever added, so a rejected candidate leaves no
-    trace. Legend: m rows, F feature width (`len(aux_layers)` times the target's hidden size).
+    trace. The prompt's first token is in no row. A drafter without a state of its own that could say something about
+    experts (`features` is target_hidden) asks for the output of the target's last layer, `aux_layers = (target.layers,)`,
+    and its pools carry that of the root's row. A pool may be empty. Legend: m rows, F feature width (`len(aux_layers)` times the target's hidden size).
     """
 
     kind: str
+    features: str  # a `pool.Features`: what `states` of its pools holds
     width: int  # width d of the states in its pools
     aux_layers: tuple[int, ...]  # the features it needs: hidden states entering these target layers
 

@@ -163,6 +163,7 @@ class Eagle3Drafter:
     """EAGLE-3 head ready to draft for one target; see `drafters.base.Drafter` for the methods' contract."""
 
     kind = "eagle3"
+    features = "drafter_state"
 
     def __init__(
         self, head: Eagle3Head, target_ids_V: Tensor, embedding: Tensor, digest: str, source: str, dtype: torch.dtype

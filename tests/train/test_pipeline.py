@@ -360,3 +360,13 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(stages.RUNNERS, "fit", interrupt)
     assert run("fit", "--traces", "t", "--out", "o").exit_code == 130
+
+
+def test_a_drafter_without_a_folder_gives_a_name_that_the_registry_takes(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor = Path(shutil.copytree(parts / "predictor", tmp_path / "predictor"))
+    values = json.loads((predictor / "manifest.json").read_text())
+    values["drafter"]["id"] = "ngram:min=1,max=3"
+    (predictor / "manifest.json").write_text(json.dumps(values))
+    assert stages.model_name(predictor) == "ecospec-target-ngram-min-1-max-3"

@@ -1,0 +1,234 @@
+"""Causal LM drafter: any smaller transformers language model with the target's tokenizer.
+
+It keeps a cache of its own beside the target's. Row j of a sequence carries the token at position j + 1, so that the prompt's
+first token never reaches it: where its tokenizer begins every text with a token of its own (as Llama's does), that one takes
+the place, and the drafter sees the whole text; elsewhere (Qwen) it reads the text from the second token on.
+
+The tree is grown level by level over the whole vocabulary, one pass a level, with a mask that shows each node its own path.
+Legend: m rows, H hidden size of the target, V vocabulary that is proposed from, i place of a row in the drafter's cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ecospec_kernels.draft_propose.reference import Proposals, best_tokens
+from ecospec_kernels.draft_tree.reference import Shape, grow
+from ecospec_runtime.cache import TargetCache
+from ecospec_runtime.checkpoint import fingerprint, read_config
+from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.drafters.features import HiddenRows
+from ecospec_runtime.errors import UserError
+from ecospec_runtime.pool import Ints, Pool
+from ecospec_runtime.target import Target
+from ecospec_runtime.verify import tree_mask
+
+CHUNK = 512  # tokens of one pass over a prompt
+FEW = 8  # rows whose logits are all computed, to keep those of the last two
+CLOSE = 0.05  # largest difference of logits, over their spread, that is rounding
+
+
+class DraftModel(Target):
+    """A language model of any kind behind the passes of `Target`: its masks, its cache, its kernels."""
+
+    needs_experts = False
+
+    def _probe(self) -> int:
+        """Prove that a tree can be grown in the cache and rejected rows leave no trace; there is no top-k."""
+        tokens = torch.arange(1, 5, device=self.device) * (self.vocab_size // 5)
+        with torch.inference_mode():
+            cache = self.new_cache()
+            self.forward(
+                tokens[:3], torch.tensor([0, 1, 1], device=self.device), tree_mask([0, 0], 0).to(self.device), cache
+            )
+            self.commit(cache, 0, [0, 2])
+            kept = self.forward(tokens[3:], torch.tensor([2], device=self.device), None, cache).logits
+            plain = self.forward(tokens[[0, 2, 3]], torch.arange(3, device=self.device), None, self.new_cache()).logits
+        assert kept is not None
+        assert plain is not None
+        if not float((kept[-1] - plain[-1]).norm()) <= CLOSE * float(plain[-1].norm()):
+            raise UserError(
+                f"target {self.source}: {self.architecture} keeps a state that a rejected token cannot be taken out of, or "
+                "does not follow a tree's mask; it is not supported"
+            )
+        return 0
+
+
+@dataclass
+class CausalSequence:
+    """What the drafter knows of one text: `tokens` are the rows of its cache, its own first token (if any) before them."""
+
+    hidden: HiddenRows
+    cache: TargetCache
+    tokens: list[int]
+    logits: Tensor | None = None  # [2, V] after the last two rows; zeros stand for a row that is not there
+
+
+class CausalLMDrafter:
+    """A language model ready to draft for one target; see `drafters.base.Drafter` for the methods' contract."""
+
+    kind = "causal_lm"
+    features = "target_hidden"
+
+    def __init__(self, model: Target, target: Any, digest: str):
+        """`digest`: sha256 of the model's weights."""
+        self.model, self.source, self.fingerprint = model, model.source, digest
+        self.width: int = target.hidden_size
+        self.aux_layers: tuple[int, ...] = (target.layers,)
+        self._embedded: int = model.model.get_input_embeddings().weight.shape[0]
+        self._vocabulary = min(model.vocab_size, target.vocab_size)
+        self._ids = np.arange(self._vocabulary)
+        self._first = first_tokens(model.tokenizer)
+        self.check(target)
+
+    def check(self, target: Any) -> None:
+        """Raise UserError if the tokenizers differ or the states of its pools would not be this target's."""
+        check_tokenizers(self.source, self.model.tokenizer, target.tokenizer)
+        if target.hidden_size != self.width:
+            raise UserError(f"drafter {self.source}: loaded for a target of another hidden size; load it again")
+
+    def start(self) -> CausalSequence:
+        """An empty sequence."""
+        return CausalSequence(HiddenRows(self.width), self.model.new_cache(), [])
+
+    @torch.inference_mode()
+    def extend(self, sequence: CausalSequence, tokens_m: Tensor, features_mF: Tensor) -> None:
+        """Append m rows; row j pairs the features at position j with the token at position j + 1."""
+        tokens = tokens_m.tolist()
+        if len(tokens) != len(features_mF):
+            raise ValueError(f"{len(tokens)} tokens but {len(features_mF)} feature rows")
+        sequence.hidden.append(features_mF)
+        if not sequence.tokens:
+            tokens = [*self._first, *tokens]
+        quiet = len(tokens) - 2 if len(tokens) > FEW else 0
+        ends = [*range(CHUNK, quiet, CHUNK), quiet] if quiet else []
+        for start, end in zip([0, *ends], [*ends, len(tokens)], strict=True):
+            past = len(sequence.tokens)
+            logits = self._pass(sequence, tokens[start:end], range(past, past + end - start), None, end > quiet)
+            sequence.tokens += tokens[start:end]
+            if logits is not None:
+                before = logits.new_zeros(2, logits.shape[1]) if sequence.logits is None else sequence.logits
+                sequence.logits = torch.cat((before, logits))[-2:]
+
+    def expand(
+        self, sequence: CausalSequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
+    ) -> Pool:
+        """The pool below `root_token`, which must be the token of the last row."""
+        if not sequence.tokens or sequence.tokens[-1] != root_token:
+            raise ValueError(f"root token {root_token} is not the token of the last row")
+        return self.expand_many(sequence, [len(sequence.hidden) - 1], config, temperatures)[0]
+
+    @torch.inference_mode()
+    def expand_many(
+        self, sequence: CausalSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
+    ) -> list[Pool]:
+        """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
+        if roots and not 0 <= min(roots) <= max(roots) < len(sequence.hidden):
+            raise ValueError(f"roots must be in 0..{len(sequence.hidden) - 1}")
+        return [self._pool(sequence, root, config, temperatures) for root in roots]
+
+    def _pool(self, sequence: CausalSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+        """The pool of row `root`; the cache is left as it was."""
+        at = root + len(sequence.tokens) - len(sequence.hidden)
+        latest = self._root_logits(sequence, at)
+        width = min(config.width, self._vocabulary)
+
+        def propose(states: Tensor) -> Proposals:
+            return best_tokens(latest, width, temperatures)
+
+        def step(level: int, ids_b: Ints, above_bV: Tensor, seen: NDArray[np.bool_]) -> Tensor:
+            nonlocal latest
+            mask = self._mask(sequence, at + 1, seen)
+            logits = self._pass(sequence, ids_b.tolist(), [at + level] * len(ids_b), mask, True)
+            assert logits is not None
+            latest = logits
+            return latest[:, :0]  # nothing of it feeds the next level: the cache does
+
+        nothing = latest[0, :0]
+        tree = grow(
+            nothing, nothing, Shape(config.depth, config.beam, width, config.min_reach), propose, step, self._ids
+        )
+        self.model.commit(sequence.cache, len(sequence.tokens), [])
+        return Pool(
+            root_token=sequence.tokens[at], temperatures=temperatures,
+            **tree._asdict() | {"states": sequence.hidden.shown(root)},
+        )  # fmt: skip
+
+    def _root_logits(self, sequence: CausalSequence, at: int) -> Tensor:
+        """Logits `[2, V]` after row `at` of the cache and the one before it. Those of the last row are at hand."""
+        assert sequence.logits is not None
+        if at == len(sequence.tokens) - 1:
+            return sequence.logits
+        rows = range(max(0, at - 1), at + 1)
+        mask = self._mask(sequence, rows[0], np.tri(len(rows), dtype=np.bool_))
+        logits = self._pass(sequence, sequence.tokens[rows[0] : at + 1], rows, mask, True)
+        assert logits is not None
+        self.model.commit(sequence.cache, len(sequence.tokens), [])
+        return torch.cat((torch.zeros_like(sequence.logits), logits))[-2:]
+
+    def _mask(self, sequence: CausalSequence, visible: int, seen: NDArray[np.bool_]) -> Tensor:
+        """Mask `[b, rows + s]`: each of b new rows sees the first `visible` rows of the text and its own of s tree rows."""
+        mask = np.zeros((len(seen), len(sequence.tokens) + seen.shape[1]), np.bool_)
+        mask[:, :visible] = True
+        mask[:, len(sequence.tokens) :] = seen
+        return torch.from_numpy(mask).to(self.model.device)
+
+    def _pass(
+        self, sequence: CausalSequence, tokens: list[int], positions: Any, mask: Tensor | None, logits: bool
+    ) -> Tensor | None:
+        """Run the model over tokens at positions: float32 logits `[n, V]` within the target's vocabulary, or None."""
+        known = [min(token, self._embedded - 1) for token in tokens]  # ids beyond are the target's padding: no text
+        device = self.model.device
+        output = self.model.forward(
+            torch.tensor(known, device=device), torch.tensor(list(positions), device=device), mask, sequence.cache,
+            logits=logits,
+        )  # fmt: skip
+        return None if output.logits is None else output.logits[:, : self._vocabulary]
+
+
+def first_tokens(tokenizer: Any) -> list[int]:
+    """The begin-of-text token as a list, if the tokenizer puts one before every text; else nothing."""
+    begin = tokenizer.bos_token_id
+    return [begin] if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else []
+
+
+def check_tokenizers(source: str, drafter: Any, target: Any) -> None:
+    """Raise UserError unless both tokenizers have the same tokens under the same ids. Embeddings may be padded at will."""
+    own, its = drafter.get_vocab(), target.get_vocab()
+    if own == its:
+        return
+    differing = sorted(token for token in own.keys() | its.keys() if own.get(token) != its.get(token))
+    example = (
+        f"'{differing[0]}' is {own.get(differing[0], 'missing')} here and {its.get(differing[0], 'missing')} there"
+    )
+    raise UserError(
+        f"drafter {source}: its tokenizer has {len(own)} tokens, the target's {len(its)}, and {len(differing)} differ "
+        f"({example}); use a model with the target's tokenizer"
+    )
+
+
+def load_causal_lm(folder: Path, source: str, target: Any, dtype: str = "auto") -> CausalLMDrafter:
+    """Load a language model as drafter on the target's device. Raises UserError if it cannot draft for the target.
+
+    `dtype` is float32, bfloat16 or auto.
+    """
+    if folder.resolve() == target.folder.resolve():
+        raise UserError(
+            f"drafter {source}: this is the target itself, which would only verify its own tokens at full price; use a smaller "
+            "model with the same tokenizer, an EAGLE-3 head, or ngram"
+        )
+    try:
+        model = DraftModel.from_pretrained(folder, dtype, str(target.device))
+    except UserError as error:
+        text = str(error)
+        kind = ", ".join(read_config(folder, "drafter").get("architectures") or [])
+        raise UserError(f"drafter {source} ({kind}){text.removeprefix(f'target {folder}')}") from None
+    model.source = source
+    return CausalLMDrafter(model, target, fingerprint(folder))
