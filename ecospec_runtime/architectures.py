@@ -25,12 +25,12 @@ import typer
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.console import check_writable, console, handled, note
-from ecospec_runtime.errors import UserError, first_line
+from ecospec_runtime.errors import UserError
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import children_of, tree_mask, walk
@@ -192,7 +192,7 @@ def attempt(entry: Architecture) -> Result:
         try:
             target = Target.from_pretrained(folder, "float32")
         except UserError as error:
-            why = first_line(str(error)).replace(folder, "").removeprefix("target : ").removesuffix("; it is not supported")
+            why = str(error).removeprefix(f"target {folder}: ").removesuffix("; it is not supported")
             return Result(name, entry.model_type, False, why)
         prove(target)
         return Result(name, entry.model_type, True, entry.special)
@@ -279,3 +279,60 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def attempt_all(entries: Iterable[Architecture] = ARCHITECTURES) -> Iterator[Result]:
+    """Results in order, as they come."""
+    for entry in entries:
+        if entry.model_type in CONFIG_MAPPING:  # the others are of newer releases of transformers
+            yield attempt(entry)
+
+
+def markdown(results: Iterable[Result]) -> str:
+    """The page of the docs."""
+    rows = [f"| {r.architecture} | `{r.model_type}` | {_word(r)} | {r.why} |" for r in results]
+    return (
+        f"# Architectures\n\nWhat `python -m ecospec_runtime.architectures` found with transformers {transformers.__version__}: "
+        "a tiny random instance of each\narchitecture is saved, loaded and decoded through draft trees. It **works** if the text "
+        "is that of\n`generate(do_sample=False)` token for token in float32 and the routing read is what its routers chose; "
+        "anything\nelse is refused when it is loaded, with the line shown. An architecture that is not listed is checked in the same "
+        "way\nwhen it is loaded, on its own weights.\n\n"
+        "| architecture | model_type | result | what is special, or why it is refused |\n|---|---|---|---|\n"
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+def _word(result: Result) -> str:
+    return "works" if result.works else "refused"
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+@handled
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="Model types to try, e.g. gpt_oss; default: all.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the table as markdown to this file.")] = None,
+) -> None:
+    """Try every architecture on a tiny random instance (about half a second each) and print which work."""
+    check_writable(out)
+    unknown = sorted(set(names or ()) - {entry.model_type for entry in ARCHITECTURES})
+    if unknown:
+        raise UserError(f"{', '.join(unknown)}: not a model type of the table; names are those of config.json's model_type")
+    results = []
+    for result in attempt_all(entry for entry in ARCHITECTURES if not names or entry.model_type in names):
+        results.append(result)
+        if sys.stderr.isatty():
+            note(f"{result.model_type}: {_word(result)}")
+    table = Table("architecture", "model_type", "result", "what is special, or why it is refused")
+    for result in results:
+        table.add_row(result.architecture, result.model_type, _word(result), result.why, style="" if result.works else "dim")
+    console().print(table)
+    if out is not None:
+        out.write_text(markdown(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()

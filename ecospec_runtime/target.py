@@ -20,9 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ecospec_runtime.cache import TargetCache
-from ecospec_runtime.checkpoint import fingerprint, load_model, resolve_folder
+from ecospec_runtime.checkpoint import fingerprint, load_model, read_config, resolve_folder
 from ecospec_runtime.compute import install
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.machine import check_device
@@ -78,6 +80,7 @@ class Target:
         source = str(id_or_folder)
         folder = resolve_folder(source, "target")
         check_device(device)
+        _check_causal(read_config(folder, "target").get("model_type"), source)
         model = load_model(folder, source, dtype).to(device)
         install(model)
         try:
@@ -264,6 +267,15 @@ def _keep_output(store: dict[int, Tensor], i: int) -> Any:
         store[i] = (output if isinstance(output, Tensor) else output[0])[0]
 
     return hook
+
+
+def _check_causal(model_type: Any, source: str) -> None:
+    """Refuse what transformers knows, but not as a causal language model, such as some models of images and text."""
+    if model_type in CONFIG_MAPPING_NAMES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"target {source}: transformers does not offer model_type {model_type} as a causal language model (it may be one of "
+            "images and text); it is not supported"
+        )
 
 
 def _decoder(model: Any) -> Any:
