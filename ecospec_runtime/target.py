@@ -8,6 +8,7 @@ K top-k, A auxiliary layers.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ecospec_runtime.cache import TargetCache
-from ecospec_runtime.checkpoint import fingerprint, load_model, resolve_folder
+from ecospec_runtime.checkpoint import fingerprint, load_model, read_config, resolve_folder
 from ecospec_runtime.compute import install
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.machine import check_device
+from ecospec_runtime.selfcheck import check
 
 EMBEDDING_TABLE = 1 << 23  # elements that may be copied for quick host-side look-ups: 32 MB
 
@@ -57,7 +61,7 @@ class Target:
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self._decoder = model.get_decoder()
+        self._decoder = _decoder(model)
         self._layers = _decoder_layers(self._decoder, source)
         moe = self.needs_experts
         self.expert_modules = _experts_modules(self._decoder, self.architecture, source) if moe else []
@@ -79,6 +83,7 @@ class Target:
         source = str(id_or_folder)
         folder = resolve_folder(source, "target")
         check_device(device)
+        _check_causal(read_config(folder, "target").get("model_type"), source)
         model = load_model(folder, source, dtype).to(device)
         install(model)
         try:
@@ -154,13 +159,18 @@ class Target:
         )  # fmt: skip
         if len(cache) != past + n:
             raise UserError(f"target {self.source}: {self.architecture} did not fill the cache; it is not supported")
-        assert self._hidden is not None
-        hidden, self._hidden = self._hidden[0], None
+        hidden = self.take_hidden()
         if not torch.isfinite(hidden.sum()):
             self._locate(tokens_n, positions_n, attention, cache, past)
         aux = torch.cat([self._aux[i] for i in aux_layers], dim=-1) if aux_layers else None
         used, self._routing = self._routing, []
         return TargetOutput(output.logits[0].float() if logits else None, hidden, aux, used)
+
+    def take_hidden(self) -> Tensor:
+        """Hidden states `[n, H]` after the final norm of the model's last pass, once."""
+        assert self._hidden is not None
+        hidden, self._hidden = self._hidden[0], None
+        return hidden
 
     def commit(self, cache: TargetCache, past: int, kept: list[int]) -> None:
         """Keep rows `past + kept` (ascending) of the last pass, drop its other rows."""
@@ -208,17 +218,16 @@ class Target:
         self._hidden = output[0]
 
     def _probe(self) -> int:
-        """Run one token to learn top-k and prove that hooks and cache work; returns top-k."""
+        """Prove on a few tokens that hooks, masks and cache work; returns top-k."""
         asked = getattr(self.config, "num_experts_per_tok", None)
         if isinstance(asked, int) and not 0 < asked <= self.experts:
             raise UserError(
                 f"target {self.source}: config.json says num_experts_per_tok {asked}, the model has {self.experts} experts"
             )
-        token = torch.zeros(1, dtype=torch.long, device=self.device)
-        output = self.forward(token, token, None, self.new_cache(), routing=True)
-        if len(output.routing_layers) != self.moe_layers:
+        routing_layers = check(self)
+        if len(routing_layers) != self.moe_layers:
             raise UserError(f"target {self.source}: {self.architecture} bypasses its experts modules; not supported")
-        return _one({r.shape[-1] for r in output.routing_layers}, "top-k values", self.source)
+        return _one({r.shape[-1] for r in routing_layers}, "top-k values", self.source)
 
     def _locate(self, tokens_n: Tensor, positions_n: Tensor, attention: Any, cache: TargetCache, past: int) -> None:
         """Repeat a pass that went wrong with a probe on every layer; raises UserError naming the first bad one."""
@@ -263,6 +272,21 @@ def _keep_output(store: dict[int, Tensor], i: int) -> Any:
     return hook
 
 
+def _check_causal(model_type: Any, source: str) -> None:
+    """Refuse what transformers knows, but not as a causal language model, such as some models of images and text."""
+    if model_type in CONFIG_MAPPING_NAMES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"target {source}: transformers does not offer model_type {model_type} as a causal language model (it may be one of "
+            "images and text); it is not supported"
+        )
+
+
+def _decoder(model: Any) -> Any:
+    """The module that holds the decoder layers; some architectures give the model itself when asked."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
+
+
 def _decoder_layers(decoder: nn.Module, source: str) -> nn.ModuleList:
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -277,17 +301,25 @@ def _routing_argument(module: nn.Module) -> str:
 
 def _experts_modules(decoder: nn.Module, architecture: str, source: str) -> list[Any]:
     """Modules whose forward takes (hidden states, expert ids, weights), in layer order."""
-    found = []
+    found, others = [], ""
     for module in decoder.modules():
-        named = type(module).__name__.endswith("Experts") and hasattr(module, "num_experts")
+        kind = type(module).__name__
+        named = kind.endswith("Experts") and hasattr(module, "num_experts")
         if named and len(inspect.signature(module.forward).parameters) >= 3:
             found.append(module)
-    if not found:
+        elif not others and re.search(r"(Experts|MoE|Moe|MoeBlock)$", kind):
+            others = kind
+    if found:
+        return found
+    if others:
         raise UserError(
-            f"target {source}: {architecture} has no experts modules that EcoSpec can read; the target must be a "
-            "mixture-of-experts model (a dense model gains nothing here)"
+            f"target {source}: {architecture} is not in transformers' registry of experts: its {others} chooses experts "
+            "where EcoSpec cannot read it; it is not supported"
         )
-    return found
+    raise UserError(
+        f"target {source}: {architecture} has no experts modules; the target must be a mixture-of-experts model (a dense "
+        "model gains nothing here)"
+    )
 
 
 def _one(values: set[int], what: str, source: str) -> int:
@@ -311,7 +343,8 @@ def _sliding_windows(config: Any, source: str) -> str:
     unknown = types - {"full_attention", "sliding_attention"}
     if unknown:
         raise UserError(
-            f"target {source}: layers of type {sorted(unknown)} keep a state that a rejected token cannot be taken out of"
+            f"target {source}: a rejected token cannot be taken out of layers of type {', '.join(sorted(unknown))}: they keep "
+            "more than a key and a value per token; it is not supported"
         )
     if "sliding_attention" in types:
         return "some" if "full_attention" in types else "all"
