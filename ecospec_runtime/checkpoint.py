@@ -14,12 +14,13 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.placement import Placement, check_placed, loading_arguments
-from ecospec_runtime.quantization import dequantized, method_of, stays_quantized
+from ecospec_runtime.quantization import FP8, MXFP4, dequantized, method_of, stays_quantized
 from ecospec_runtime.weights import StoredTensor, checkpoint_files, read_folder
 
 DTYPES: dict[str, torch.dtype | str] = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -115,6 +116,10 @@ def _load(folder: Path, source: str, dtype: str, placement: Placement, settings:
     method = method_of(settings)
     files = checkpoint_files(folder, source)
     native = stays_quantized(method, dtype, placement.single)
+    if native and method not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:  # transformers would load its numbers as they are
+        raise UserError(f"target {source}: config.json: quant_method '{method}' is not one that transformers knows")
+    if method in (FP8, MXFP4) and not native and not files:
+        raise UserError(f"target {source}: {method} weights are read from model.safetensors files, there are none")
     if native or not files or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], **arguments)
     tensors = read_folder(files)

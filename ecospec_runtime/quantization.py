@@ -35,7 +35,10 @@ GROUP = 32  # MXFP4 values that share a scale
 def method_of(config: Mapping[str, Any]) -> str | None:
     """`quant_method` of a parsed config.json, lower case; None for plain weights."""
     entry = _settings(config)
-    return None if entry is None else str(entry.get("quant_method", "unnamed")).lower()
+    if entry is None:
+        return None
+    old = "bitsandbytes" if entry.get("load_in_4bit") or entry.get("load_in_8bit") else "(none named)"
+    return str(entry.get("quant_method", old)).lower()
 
 
 def stays_quantized(method: str | None, dtype: str, device: str | None) -> bool:
@@ -186,6 +189,8 @@ def dequantized(
         stored.check(source)  # type: ignore[union-attr]
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     for name in rest:
+        if name.endswith(_SCALES) and name.removesuffix(_SCALES).endswith("_proj") and rest[name].dtype == torch.uint8:
+            raise UserError(f"target {source}: {rest[name]} holds scales of weights that are missing; {REMEDY}")
         if name.endswith(_SCALE) and name.removesuffix(_SCALE) in rest:
             raise UserError(f"target {source}: {rest[name]} is a scale, but its weight is not stored as FP8; {REMEDY}")
     return found | rest
