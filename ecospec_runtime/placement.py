@@ -6,10 +6,12 @@ runs the same passes on the same tokens and drafts for itself; only the first on
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import inspect
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ecospec_runtime.console import leads, note
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.machine import check_device
+from ecospec_runtime.machine import check_device, device_name
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 DeviceMap = str | Mapping[str, int | str]
@@ -126,17 +129,21 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def leads() -> bool:
-    """Whether this process is the one that prints and writes: the first of a torchrun, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def join(tp: int) -> None:
     """For a command line: refuse processes that would only repeat one another, and silence all but the first's stdout."""
     if tp == 1 and processes() > 1:
         raise UserError(f"torchrun started {processes()} processes, --tp is 1; give --tp {processes()} or run without torchrun")
     if not leads():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def agreed(value: bool) -> bool:
+    """The first process's `value` on every process that shares the target: for decisions that depend on a clock."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    answer = [value]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    return answer[0]
 
 
 def loading_arguments(placement: Placement) -> dict[str, Any]:
@@ -147,7 +154,9 @@ def loading_arguments(placement: Placement) -> dict[str, Any]:
         return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=placement.tp)}
     if placement.device_map is None:
         return {}
-    return {"device_map": placement.device_map, "offload_folder": tempfile.mkdtemp(prefix="ecospec-offload-")}
+    folder = tempfile.mkdtemp(prefix="ecospec-offload-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {"device_map": placement.device_map, "offload_folder": folder}
 
 
 def check_placed(model: Any, placement: Placement, source: str) -> None:
@@ -157,6 +166,8 @@ def check_placed(model: Any, placement: Placement, source: str) -> None:
         for name in placement.device_map:
             if name not in modules:
                 raise UserError(f"--device-map: '{name}' is no module of target {source}; names look like model.layers.0")
+    if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+        note(f"target {source}: some layers are read from disk in every pass, from {tempfile.gettempdir()} (see TMPDIR)")
     for name, module in model.named_modules():
         stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         for key, parameter in module.named_parameters(recurse=False):
@@ -180,6 +191,15 @@ def input_device(model: Any) -> torch.device:
     if place is None:
         return embedding.weight.device  # type: ignore[no-any-return]
     return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+
+
+def hardware(model: Any) -> str:
+    """Name of what the model computes on, as profiles and policies carry it: `H200`, `H200 x8`, `EPYC + disk`."""
+    spread = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    shards = next((p.device_mesh.size() for p in model.parameters() if type(p).__name__ == "DTensor"), 1)
+    devices = max(shards, len(spread - set(_OFFLOAD)))
+    offloaded = [place for place in _OFFLOAD if place in spread and len(spread) > 1]
+    return " + ".join([device_name(input_device(model)) + (f" x{devices}" if devices > 1 else ""), *offloaded])
 
 
 def whole_weight(module: nn.Module) -> Tensor:

@@ -24,7 +24,7 @@ from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.checkpoint import fingerprint, load_model, resolve_folder
 from ecospec_runtime.compute import install
 from ecospec_runtime.errors import UserError, first_line
-from ecospec_runtime.placement import DeviceMap, forward_parameters, input_device, parse_placement
+from ecospec_runtime.placement import DeviceMap, Placement, forward_parameters, hardware, input_device, parse_placement
 
 EMBEDDING_TABLE = 1 << 23  # elements that may be copied for quick host-side look-ups: 32 MB
 
@@ -51,7 +51,7 @@ class Target:
         self.model, self.tokenizer, self.source, self.folder = model.eval(), tokenizer, source, folder
         self.config: Any = model.config.get_text_config()
         self.architecture = type(model).__name__
-        self.device = input_device(model)
+        self.device, self.hardware = input_device(model), hardware(model)
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
@@ -72,15 +72,16 @@ class Target:
 
     @classmethod
     def from_pretrained(
-        cls, id_or_folder: str | Path, dtype: str = "auto", device: str | None = None, *,
+        cls, id_or_folder: str | Path, dtype: str = "auto", device: str | Placement | None = None, *,
         device_map: DeviceMap | None = None, tp: int = 1,
     ) -> Target:  # fmt: skip
         """Load a local folder or hub id. `dtype` is float32, bfloat16 or auto (as saved). Raises UserError.
 
-        `device` (default: cpu), `device_map` and `tp` say where to; see `ecospec_runtime.placement.parse_placement`.
+        `device` (default: cpu), `device_map` and `tp` say where to, or a `Placement` as `device`; see
+        `ecospec_runtime.placement.parse_placement`.
         """
         source = str(id_or_folder)
-        placement = parse_placement(device, device_map, tp)
+        placement = device if isinstance(device, Placement) else parse_placement(device, device_map, tp)
         folder = resolve_folder(source, "target")
         model = load_model(folder, source, dtype, placement)
         install(model)
