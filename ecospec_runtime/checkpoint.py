@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors import SafetensorError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError, first_line
+from ecospec_runtime.placement import Placement, check_placed, loading_arguments
+from ecospec_runtime.quantization import FP8, MXFP4, dequantized, method_of, stays_quantized
+from ecospec_runtime.weights import StoredTensor, checkpoint_files, read_folder
 
 DTYPES: dict[str, torch.dtype | str] = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 _WHOLE = 4 << 20  # bytes: a tensor up to this size is hashed whole
@@ -68,19 +74,21 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
-def load_model(folder: Path, source: str, dtype: str) -> Any:
-    """Load a causal language model on the CPU, attention sdpa or eager; raises UserError naming what is wrong."""
+def load_model(folder: Path, source: str, dtype: str, placement: Placement = Placement()) -> Any:
+    """Load a causal language model, attention sdpa or eager; raises UserError naming what is wrong.
+
+    Nothing but the weights and one conversion at a time is in memory; see `ecospec_runtime.weights`.
+    """
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is not supported; use one of {', '.join(DTYPES)}")
-    if "draft_vocab_size" in read_config(folder, "target"):
+    settings = read_config(folder, "target")
+    if "draft_vocab_size" in settings:
         raise UserError(f"target {source}: this is a draft head; the target is the model that it drafts for")
     try:
         with _silent():
-            config = AutoConfig.from_pretrained(folder)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=DTYPES[dtype], output_loading_info=True, ignore_mismatched_sizes=True
-            )
-        model, info = loaded
+            model, info = _load(folder, source, dtype, placement, settings)
+    except UserError:
+        raise
     except SafetensorError as error:
         raise UserError(f"target {source}: damaged weight file ({error}); copy or download it again") from None
     except Exception as error:  # transformers and the hub's strict configurations have families of their own
@@ -95,7 +103,86 @@ def load_model(folder: Path, source: str, dtype: str) -> Any:
         )
     if model.config._attn_implementation not in ("sdpa", "eager"):
         model.set_attn_implementation("eager")
-    return model
+    check_placed(model, placement, source)
+    return model if placement.single is None or placement.tp > 1 else model.to(placement.single)
+
+
+def _load(folder: Path, source: str, dtype: str, placement: Placement, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """The model and transformers' loading info."""
+    config = AutoConfig.from_pretrained(folder)
+    arguments: dict[str, Any] = {
+        "output_loading_info": True, "ignore_mismatched_sizes": True, **loading_arguments(placement)
+    }  # fmt: skip
+    method = method_of(settings)
+    files = checkpoint_files(folder, source)
+    native = stays_quantized(method, dtype, placement.single)
+    if native and method not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:  # transformers would load its numbers as they are
+        raise UserError(f"target {source}: config.json: quant_method '{method}' is not one that transformers knows")
+    if method in (FP8, MXFP4) and not native and not files:
+        raise UserError(f"target {source}: {method} weights are read from model.safetensors files, there are none")
+    if native or not files or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], **arguments)
+    tensors = read_folder(files)
+    kept = plain_dtype(config, tensors, dtype)
+    stored = dequantized(tensors, settings, source, kept)
+    if method is not None:
+        _announce(source, str(method), tensors, stored, kept)
+    kind, config = _model_class(config)
+    if (folder / "generation_config.json").is_file():
+        arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
+    with _one_by_one():
+        return kind.from_pretrained(None, config=config, state_dict=stored, dtype=kept, **arguments)
+
+
+def _model_class(config: Any) -> tuple[Any, Any]:
+    """The architecture's class and the configuration it takes, without one of quantisation."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if isinstance(kind, tuple):
+        named = {one.__name__: one for one in kind}
+        kind = next((named[name] for name in config.architectures or () if name in named), kind[0])
+    if kind.config_class is not type(config):
+        config = config.get_text_config()
+    for holder in (config, config.get_text_config()):
+        if hasattr(holder, "quantization_config"):
+            del holder.quantization_config
+    return kind, config
+
+
+def plain_dtype(config: Any, tensors: Mapping[str, StoredTensor], dtype: str) -> torch.dtype:
+    """The dtype that `--dtype` means: for auto the configuration's, else that of the first weight, else bfloat16."""
+    asked = DTYPES[dtype]
+    if isinstance(asked, torch.dtype):
+        return asked
+    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if named is not None:
+        return getattr(torch, named) if isinstance(named, str) else named  # type: ignore[no-any-return]
+    plain = (t.dtype for t in tensors.values() if t.dtype in (torch.float32, torch.bfloat16, torch.float16))
+    return next(plain, torch.bfloat16)
+
+
+def _announce(source: str, method: str, tensors: Mapping[str, Any], stored: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """One note: what dequantising costs in memory."""
+    disk = sum(tensor.nbytes for tensor in tensors.values())
+    memory = sum(torch.Size(tensor.shape).numel() for tensor in stored.values()) * dtype.itemsize
+    note(
+        f"target {source}: its {method.upper()} weights are dequantised to {str(dtype).removeprefix('torch.')}, "
+        f"{memory / 1e9:.2f} GB in memory for {disk / 1e9:.2f} GB on disk"
+    )
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """transformers reads weights when it converts them, not all at once ahead in threads of its own."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager
@@ -121,24 +208,21 @@ def fingerprint(folder: Path) -> str:
     paths = weight_files(folder)
     if paths[0].suffix != ".safetensors":
         for path in paths:
-            digest.update(path.read_bytes())
+            with path.open("rb") as file:
+                while part := file.read(_WHOLE):
+                    digest.update(part)
         return digest.hexdigest()
-    with ExitStack() as stack:
-        homes: dict[str, Any] = {}
-        for path in paths:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            homes.update(dict.fromkeys(file.keys(), file))
-        for name in sorted(homes):
-            _hash_tensor(digest, name, homes[name].get_tensor(name))
+    tensors = read_folder(paths)
+    for name in sorted(tensors):
+        _hash_tensor(digest, tensors[name])
     return digest.hexdigest()
 
 
-def _hash_tensor(digest: Any, name: str, tensor: torch.Tensor) -> None:
-    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    data = tensor.contiguous().flatten().view(torch.uint8).numpy() if tensor.numel() else b""
-    if len(data) <= _WHOLE:
-        digest.update(data)
+def _hash_tensor(digest: Any, tensor: StoredTensor) -> None:
+    digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
+    if tensor.nbytes <= _WHOLE:
+        digest.update(tensor.data(0, tensor.nbytes))
         return
     for i in range(_SLICES):
-        start = i * (len(data) - _SLICE) // (_SLICES - 1)
-        digest.update(data[start : start + _SLICE])
+        start = i * (tensor.nbytes - _SLICE) // (_SLICES - 1)
+        digest.update(tensor.data(start, _SLICE))

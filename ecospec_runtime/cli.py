@@ -16,6 +16,7 @@ from ecospec_runtime.console import (
     check_writable,
     console,
     handled,
+    leads,
     new_app,
     note,
     write_json,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ecospec_runtime.bench import Contestant, Plan
     from ecospec_runtime.bundle import Bundle
     from ecospec_runtime.engine import Engine
+    from ecospec_runtime.placement import Placement
     from ecospec_runtime.policies import PolicySpec
 
 app = new_app("ecospec-runtime", "Speculative decoding of mixture-of-experts models with an EcoSpec bundle.")
@@ -36,7 +38,12 @@ DrafterOption = Annotated[
     str | None, typer.Option(help="Local folder, hub id or ngram[:min=1,max=4]; default: the one the bundle names.")
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto (as saved), float32 or bfloat16.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu (default), cuda, cuda:1, ...")]
+DeviceMapOption = Annotated[
+    str | None,
+    typer.Option(help="Instead of --device: auto, balanced, ..., or module names to devices, as JSON text or file."),
+]
+TpOption = Annotated[int, typer.Option(min=1, help="Processes of a torchrun that share every layer.")]
 ThreadsOption = Annotated[
     int | None,
     typer.Option(
@@ -49,6 +56,14 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the 
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+def place(device: str | None, device_map: str | None, tp: int) -> Placement:
+    """Where the target goes; every process but the first falls silent. Raises UserError."""
+    from ecospec_runtime.placement import join, parse_placement
+
+    join(tp)
+    return parse_placement(device, device_map, tp)
 
 
 def set_threads(threads: int | None) -> None:
@@ -75,7 +90,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="One seed gives one text under every policy.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
+    device_map: DeviceMapOption = None,
+    tp: TpOption = 1,
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -93,7 +110,7 @@ def generate(
     split_policies(policy)
     if prompts is not None:
         read_prompts(prompts, limit=1)
-    engine = Engine.from_bundle(bundle, target, drafter, policy, dtype, device, threads)
+    engine = Engine.from_bundle(bundle, target, drafter, policy, dtype, place(device, device_map, tp), threads)
     if policy == "auto" and engine.policy.name == "off":
         note(f"speculation is off: {engine.reason or 'it does not pay on this device'}")
     rows = [Prompt(prompt)] if prompt is not None else read_prompts(str(prompts), engine.target.tokenizer)
@@ -150,7 +167,9 @@ def bench(
     ] = 0,
     seed: Annotated[int, typer.Option()] = 0,
     dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
+    device_map: DeviceMapOption = None,
+    tp: TpOption = 1,
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
     plots: Annotated[
@@ -171,7 +190,9 @@ def bench(
     named = split_policies(policies)
     read_prompts(prompts, limit=1)
     loaded = load_bundle(bundle)
-    base = Engine.from_bundle(loaded, target, drafter, "off", dtype, device, threads)
+    if tp > 1 and screen:
+        raise UserError("--screen drops policies by the clock, which processes may read differently; not with --tp")
+    base = Engine.from_bundle(loaded, target, drafter, "off", dtype, place(device, device_map, tp), threads)
     base.record_routing = True
     rows = read_prompts(prompts, base.target.tokenizer, count)
     plan = Plan([r.encode(base.target.tokenizer, max_prompt_tokens) for r in rows], tuple(temperature or (0.0,)),
@@ -180,7 +201,7 @@ def bench(
     started = time.perf_counter()
     samples = run_with_progress(measure, entrants, plan)
     report = {
-        "schema_version": 1, "machine": describe(device), "target": base.target.source, "dtype": dtype_name(base),
+        "schema_version": 1, "machine": describe(base.target.device), "target": base.target.source, "dtype": dtype_name(base),
         "bundle": str(bundle), "prompts": {"source": prompts, "count": len(rows), "sha256": fingerprint_prompts(rows)},
         "max_new_tokens": max_new_tokens, "repeats": repeats, "screen": screen, "seed": seed, "top_p": top_p, "top_k": top_k,
         "method": METHOD, "command": sys.argv, "seconds": time.perf_counter() - started,
@@ -189,7 +210,7 @@ def bench(
     write_json(json_file, report)
     out = console()
     out.print(bench_report.table(report, narrow=out.width < PLAIN_WIDTH))
-    if plots is not None:
+    if plots is not None and leads():
         bench_report.plots(report, plots)
 
 
@@ -229,9 +250,9 @@ def device_slug_of(engine: Engine) -> str:
     """Slug of the device, dtype and threads that the engine runs with."""
     import torch
 
-    from ecospec_runtime.machine import device_name, device_slug
+    from ecospec_runtime.machine import device_slug
 
-    return device_slug(device_name(engine.target.device), dtype_name(engine), torch.get_num_threads())
+    return device_slug(engine.target.hardware, dtype_name(engine), torch.get_num_threads())
 
 
 def run_with_progress(measure: Any, entrants: list[Contestant], plan: Plan) -> Any:
@@ -282,7 +303,9 @@ def doctor(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
     dtype: Annotated[str, typer.Option(help="float32 (exact comparison), bfloat16 or auto.")] = "float32",
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
+    device_map: DeviceMapOption = None,
+    tp: TpOption = 1,
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -293,7 +316,7 @@ def doctor(
     from ecospec_runtime.doctor import examine
 
     set_threads(threads)
-    findings = examine(bundle, target, drafter, prompts, max_new_tokens, dtype, device, threads)
+    findings = examine(bundle, target, drafter, prompts, max_new_tokens, dtype, place(device, device_map, tp), threads)
     out = console()
     for finding in findings:
         out.print(f"{finding.status:>5}  {finding.check}: {finding.message}", markup=False, soft_wrap=True)

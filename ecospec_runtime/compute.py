@@ -23,6 +23,7 @@ from ecospec_kernels import dispatch
 from ecospec_kernels.expert_mlp.reference import Gate, module_experts
 from ecospec_kernels.pages import use_huge_pages
 from ecospec_runtime.console import note
+from ecospec_runtime.placement import one_piece
 
 NAME, SINKS = "ecospec", "ecospec_sinks"
 
@@ -167,11 +168,17 @@ def _attention(model: Any) -> None:
 
 @torch.no_grad()
 def install(model: Any, device: str | torch.device | None = None) -> None:
-    """Install the kernels that fit this model on `device` (default: where it is); safe to call twice."""
+    """Install the kernels that fit this model on `device` (default: where it is); safe to call twice.
+
+    Layers that stay quantised keep their own functions (transformers has a registry of its own for FP8 experts). A model
+    that is sharded or offloaded gets the experts function only.
+    """
+    if getattr(model, "is_quantized", False):
+        return
     if hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
         _experts(model)
     place = torch.device(device) if device is not None else next(model.parameters()).device
-    if place.type != "cpu" or not dispatch.ENABLED:
+    if place.type != "cpu" or not dispatch.ENABLED or not one_piece(model):
         return
     if sys.stderr.isatty() and dispatch.compiles_first():
         note("compiling the CPU kernels: once, up to a minute")

@@ -84,9 +84,15 @@ def fail(message: str, code: int = USER_MISTAKE) -> None:
     raise typer.Exit(code) from None
 
 
+def leads() -> bool:
+    """Whether this process is the one that prints and writes: the first of a torchrun, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def note(message: str) -> None:
-    """One line on stderr, beside the output proper."""
-    print(message, file=sys.stderr, flush=True)
+    """One line on stderr, beside the output proper; from the first process only."""
+    if leads():
+        print(message, file=sys.stderr, flush=True)
 
 
 def console() -> Console:
@@ -96,7 +102,7 @@ def console() -> Console:
 
 def check_writable(path: Path | None) -> None:
     """Refuse a result file that cannot be written before hours of work, not after. Raises OSError or UserError."""
-    if path is None:
+    if path is None or not leads():
         return
     if path.is_dir():
         raise UserError(f"{path}: is a folder; give a file")
@@ -109,8 +115,8 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write `value` as JSON, through a rename so that a reader never sees half a file. No path, no file."""
-    if path is None:
+    """Write `value` as JSON, through a rename so that a reader never sees half a file. No path or not first: no file."""
+    if path is None or not leads():
         return
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if path.exists() and not path.is_file():  # a device or pipe, such as /dev/stdout, must stay one

@@ -14,6 +14,7 @@ from ecospec_runtime.drafters.eagle3_layouts import IDS
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.layer_check import DEPTH, FEWEST, better_neighbour, measure
 from ecospec_runtime.machine import describe, versions
+from ecospec_runtime.placement import Placement
 from ecospec_runtime.statistics import divergence, first_divergence
 from ecospec_runtime.target import Target
 
@@ -46,12 +47,12 @@ class Finding:
 
 def examine(
     bundle: Path | None, target: str | None, drafter: str | None, prompts: str | None, max_new_tokens: int, dtype: str,
-    device: str, threads: int | None = None,
+    device: str | Placement | None, threads: int | None = None,
 ) -> list[Finding]:  # fmt: skip
     """Run all checks. A UserError (missing or wrong file) passes through; a wrong result is a FAIL finding."""
     findings = check_versions()
     engine = open_engine(bundle, target, drafter, dtype, device, threads)
-    machine = describe(device)
+    machine = describe(engine.target.device)
     findings.append(Finding("ok", "machine", f"{machine['device']}, {machine['threads']} threads"))
     if bundle is not None:
         findings.append(Finding("ok", "bundle", f"{bundle}: every hash matches, made for this target and drafter"))
@@ -86,8 +87,9 @@ def check_versions() -> list[Finding]:
 
 
 def open_engine(
-    bundle: Path | None, target: str | None, drafter: str | None, dtype: str, device: str, threads: int | None
-) -> Engine:
+    bundle: Path | None, target: str | None, drafter: str | None, dtype: str, device: str | Placement | None,
+    threads: int | None,
+) -> Engine:  # fmt: skip
     """An engine that follows `off`, from a bundle or from a bare target and drafter."""
     if bundle is not None:
         loaded_bundle = load_bundle(bundle)

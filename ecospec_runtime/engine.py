@@ -24,6 +24,7 @@ from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.gate import DraftGate
+from ecospec_runtime.placement import Placement
 from ecospec_runtime.policies.base import Pausing, Policy, deepest
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.prompts import Prompt
@@ -135,7 +136,7 @@ class Engine:
     def from_bundle(
         cls, bundle: str | Path | Bundle, target: str | Path | Target | None = None,
         drafter: str | Path | Drafter | None = None, policy: str | PolicySpec = "auto", dtype: str = "auto",
-        device: str = "cpu", threads: int | None = None,
+        device: str | Placement | None = None, threads: int | None = None,
     ) -> Engine:  # fmt: skip
         """Load a bundle with its target and drafter (by default the ones it names) and check that they belong together.
 
@@ -145,7 +146,7 @@ class Engine:
         """
         from ecospec_runtime.bundle import check_drafter, check_target, load_bundle
         from ecospec_runtime.drafters import load_drafter
-        from ecospec_runtime.machine import device_name, device_slug
+        from ecospec_runtime.machine import device_slug
         from ecospec_runtime.policies import parse_policy
 
         if threads is not None:
@@ -160,7 +161,7 @@ class Engine:
         else:
             loaded = drafter
         check_drafter(bundle, loaded)
-        name, kept = device_name(device), str(target.dtype).removeprefix("torch.")
+        name, kept = target.hardware, str(target.dtype).removeprefix("torch.")
         tuned_for = bundle.tuned_threads(name, kept)
         if threads is None and tuned_for and torch.get_num_threads() not in tuned_for:
             torch.set_num_threads(tuned_for[0])

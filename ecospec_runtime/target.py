@@ -27,7 +27,7 @@ from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.checkpoint import fingerprint, load_model, read_config, resolve_folder
 from ecospec_runtime.compute import install
 from ecospec_runtime.errors import UserError, first_line
-from ecospec_runtime.machine import check_device
+from ecospec_runtime.placement import DeviceMap, Placement, forward_parameters, hardware, input_device, parse_placement
 from ecospec_runtime.selfcheck import check
 
 EMBEDDING_TABLE = 1 << 23  # elements that may be copied for quick host-side look-ups: 32 MB
@@ -57,7 +57,7 @@ class Target:
         self.model, self.tokenizer, self.source, self.folder = model.eval(), tokenizer, source, folder
         self.config: Any = model.config.get_text_config()
         self.architecture = type(model).__name__
-        self.device = next(model.parameters()).device
+        self.device, self.hardware = input_device(model), hardware(model)
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
@@ -78,13 +78,20 @@ class Target:
         self.top_k = self._probe()
 
     @classmethod
-    def from_pretrained(cls, id_or_folder: str | Path, dtype: str = "auto", device: str = "cpu") -> Target:
-        """Load a local folder or hub id. `dtype` is float32, bfloat16 or auto (as saved). Raises UserError."""
+    def from_pretrained(
+        cls, id_or_folder: str | Path, dtype: str = "auto", device: str | Placement | None = None, *,
+        device_map: DeviceMap | None = None, tp: int = 1,
+    ) -> Target:  # fmt: skip
+        """Load a local folder or hub id. `dtype` is float32, bfloat16 or auto (as saved). Raises UserError.
+
+        `device` (default: cpu), `device_map` and `tp` say where to, or a `Placement` as `device`; see
+        `ecospec_runtime.placement.parse_placement`.
+        """
         source = str(id_or_folder)
+        placement = device if isinstance(device, Placement) else parse_placement(device, device_map, tp)
         folder = resolve_folder(source, "target")
-        check_device(device)
         _check_causal(read_config(folder, "target").get("model_type"), source)
-        model = load_model(folder, source, dtype).to(device)
+        model = load_model(folder, source, dtype, placement)
         install(model)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -162,14 +169,14 @@ class Target:
         hidden = self.take_hidden()
         if not torch.isfinite(hidden.sum()):
             self._locate(tokens_n, positions_n, attention, cache, past)
-        aux = torch.cat([self._aux[i] for i in aux_layers], dim=-1) if aux_layers else None
+        aux = torch.cat([self._aux[i].to(self.device) for i in aux_layers], dim=-1) if aux_layers else None
         used, self._routing = self._routing, []
         return TargetOutput(output.logits[0].float() if logits else None, hidden, aux, used)
 
     def take_hidden(self) -> Tensor:
         """Hidden states `[n, H]` after the final norm of the model's last pass, once."""
         assert self._hidden is not None
-        hidden, self._hidden = self._hidden[0], None
+        hidden, self._hidden = self._hidden[0].to(self.device), None
         return hidden
 
     def commit(self, cache: TargetCache, past: int, kept: list[int]) -> None:
@@ -212,7 +219,7 @@ class Target:
 
     def _record_routing(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index = args[1] if len(args) > 1 else kwargs[_routing_argument(module)]
-        self._routing.append(index)
+        self._routing.append(index.to(self.device))
 
     def _record_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden = output[0]
@@ -296,7 +303,7 @@ def _decoder_layers(decoder: nn.Module, source: str) -> nn.ModuleList:
 
 def _routing_argument(module: nn.Module) -> str:
     """Name of the second parameter of an experts module's forward: the chosen expert ids."""
-    return list(inspect.signature(module.forward).parameters)[1]
+    return forward_parameters(module)[1]
 
 
 def _experts_modules(decoder: nn.Module, architecture: str, source: str) -> list[Any]:
@@ -305,7 +312,7 @@ def _experts_modules(decoder: nn.Module, architecture: str, source: str) -> list
     for module in decoder.modules():
         kind = type(module).__name__
         named = kind.endswith("Experts") and hasattr(module, "num_experts")
-        if named and len(inspect.signature(module.forward).parameters) >= 3:
+        if named and len(forward_parameters(module)) >= 3:
             found.append(module)
         elif not others and re.search(r"(Experts|MoE|Moe|MoeBlock)$", kind):
             others = kind

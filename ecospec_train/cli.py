@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ecospec_runtime.cli import ThreadsOption, set_threads
+from ecospec_runtime.cli import DeviceMapOption, ThreadsOption, set_threads
 from ecospec_runtime.console import check_writable, handled, new_app, note, write_json
 from ecospec_runtime.errors import UserError
 
@@ -75,7 +75,8 @@ def harvest(
     max_disk: Annotated[str | None, typer.Option(help="Refuse to write more than this, e.g. 2GB.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted harvest.")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or auto.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Processes or GPUs.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Processes or GPUs, each with a copy of the target.")] = None,
+    device_map: DeviceMapOption = None,
     threads: ThreadsOption = None,
     extra: SetOption = None,
     json_file: JsonOption = None,
@@ -85,7 +86,7 @@ def harvest(
     flags = {"target": target, "drafter": drafter, "prompts": prompts, "out": out, "max_positions": max_positions,
              "max_new_tokens": max_new_tokens, "pool": pool_shape(pool_size, pool_depth, pool_beam), "stride": stride,
              "temperature": temperature, "seed": seed, "max_disk": max_disk, "resume": resume or None, "dtype": dtype,
-             "devices": devices}  # fmt: skip
+             "devices": devices, "device_map": device_map}  # fmt: skip
     manifest = run_stage("harvest", flags, extra, json_file)
     note(f"harvest: {manifest.rows} positions -> {out}")
 
@@ -139,13 +140,19 @@ def profile(
     predictor: Annotated[Path | None, typer.Option(help="Predictor folder, to time prediction as well.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, ...")] = None,
+    device_map: DeviceMapOption = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Processes of a torchrun that share every layer.")] = None,
     threads: ThreadsOption = None,
     extra: SetOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Measure what a verification pass costs on this machine, as a function of tokens and experts."""
     set_threads(threads)
-    flags = {"target": target, "drafter": drafter, "out": out, "predictor": predictor, "dtype": dtype, "device": device}
+    from ecospec_runtime.placement import join
+
+    join(tp or 1)
+    flags = {"target": target, "drafter": drafter, "out": out, "predictor": predictor, "dtype": dtype, "device": device,
+             "device_map": device_map, "tp": tp}  # fmt: skip
     result = run_stage("profile", flags, extra, json_file)
     note(
         f"profile: a plain step takes {result.plain_ms:.2f} ms, {result.expert_share:.0%} of it experts; the model is off by "

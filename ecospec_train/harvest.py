@@ -84,6 +84,7 @@ class HarvestConfig(Config):
     resume: bool = False
     dtype: str = Field("float32", pattern="^(float32|bfloat16|auto)$")
     devices: int = Field(1, ge=1)
+    device_map: str | dict[str, int | str] | None = None  # instead of one device; as --device-map
 
     @property
     def recorded_temperatures(self) -> tuple[float, ...]:
@@ -99,9 +100,11 @@ def harvest(config: HarvestConfig) -> TraceManifest:
     too little disk, bad prompts), and KeyboardInterrupt on Ctrl-C with every finished prompt written.
     """
     rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if config.device_map is not None and config.devices > 1:
+        raise UserError("--device-map spreads one target, --devices makes copies of it; give one of them")
     resuming = check_folder(config) if rank == 0 else True
-    device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
-    target = Target.from_pretrained(config.target, dtype=config.dtype, device=device)
+    device = None if config.device_map else f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+    target = Target.from_pretrained(config.target, config.dtype, device, device_map=config.device_map)
     drafter = load_drafter(config.drafter, target, config.dtype)
     prompts = read_prompts(config.prompts, target.tokenizer)
     manifest = describe(config, target, drafter, prompts)

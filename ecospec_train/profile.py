@@ -31,12 +31,13 @@ from ecospec_runtime.console import MOST_THREADS, check_writable, note, write_js
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.drafters import Drafter, load_drafter
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.machine import device_name, device_slug, versions
+from ecospec_runtime.machine import device_slug, versions
 from ecospec_runtime.policies import PolicySpec, build_policy
 from ecospec_runtime.pool import Candidates, Pool, pack_masks
 from ecospec_runtime.predictor import Predictor
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.scoring import Scorer
+from ecospec_runtime.placement import agreed
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import children_of, tree_mask, walk
 from ecospec_train.cost_model import PassCost, fit_pass_cost
@@ -70,6 +71,8 @@ class ProfileConfig(Config):
     predictor: Path | None = None  # to time prediction too; without one it counts as free
     dtype: str = "auto"
     device: str = "auto"  # cuda where there is one
+    device_map: str | dict[str, int | str] | None = None  # instead of a device; as --device-map
+    tp: int = Field(default=1, ge=1)  # processes of a torchrun that share the target
     threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)  # None: as the process is set
     pool: PoolConfig = PoolConfig()
     # Rows of the timed passes: where speculation pays. 1 is a plain step.
@@ -136,9 +139,10 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     check_writable(config.out)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if config.device == "auto":
-        config = config.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})
-    target = Target.from_pretrained(config.target, config.dtype, config.device)
+    device: str | None = config.device
+    if device == "auto":
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device_map is None else None
+    target = Target.from_pretrained(config.target, config.dtype, device, device_map=config.device_map, tp=config.tp)
     drafter = load_drafter(config.drafter, target, config.dtype)
     predictor = Predictor.from_folder(config.predictor) if config.predictor is not None else None
     text = text_tokens(
@@ -195,7 +199,7 @@ def measure_passes(
         for cell in cells[:WARM_UP]:
             run_pass(target, drafter, cell.draw(text, rng), caches[cell.context])
         for round_ in range(config.repeats):
-            if round_ >= MIN_ROUNDS and time.monotonic() > deadline:
+            if round_ >= MIN_ROUNDS and agreed(time.monotonic() > deadline):
                 break
             for i in rng.permutation(len(cells)).tolist():
                 cell = cells[i]
@@ -280,7 +284,7 @@ def base_profile(
 ) -> DeviceProfile:  # fmt: skip
     """The profile without the drafter's part; `plain` is what `plain_steps` measured."""
     dtype, threads = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
-    name = device_name(config.device)
+    name = target.hardware
     experts_ms, plain_ms = plain
     result = DeviceProfile(
         device=name, slug=device_slug(name, dtype, threads), dtype=dtype, threads=threads, versions=versions(),

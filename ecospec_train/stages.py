@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecospec_runtime.console import leads
 from ecospec_train.tracking import lightning_logger, track
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def run_profile(config: ProfileConfig) -> Any:
     """Cost of a pass on this machine; see `ecospec_train.profile`."""
     from ecospec_train.profile import profile
 
+    if not leads():  # a process that shares the target: it measures along, the first one keeps the books
+        return profile(config)
     inputs = [] if config.predictor is None else [config.predictor]
     with track("profile", config.model_dump(mode="json"), config.out, inputs) as run:
         result = profile(config)

@@ -34,6 +34,7 @@ from ecospec_runtime.drafters.eagle3_config import (
     read_tensors,
 )
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.placement import whole_weight
 from ecospec_runtime.pool import Pool
 
 _ROOM = 512  # rows of a new sequence's buffers
@@ -280,7 +281,7 @@ def load_eagle3(folder: Path, source: str, target: Any, dtype: str = "auto") -> 
     assert isinstance(kept, torch.dtype)
     if kept not in (torch.float32, torch.bfloat16):
         kept = torch.float32 if target.device.type == "cpu" else torch.bfloat16
-    shared = target.model.get_input_embeddings().weight
+    shared = whole_weight(target.model.get_input_embeddings())
     own = head.embed_tokens.weight.to(shared.device, kept) if config.own_embedding else None
     return Eagle3Drafter(head, target_ids, shared if own is None else own, fingerprint(folder), source, kept)
 
