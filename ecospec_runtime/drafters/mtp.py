@@ -86,6 +86,7 @@ class MtpDrafter:
     """
 
     kind = "mtp"
+    features = "drafter_state"
 
     def __init__(self, module: MtpModule, target: Any, folder: Path, source: str):
         """`module` lies where the target's final norm does."""
