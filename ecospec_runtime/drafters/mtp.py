@@ -280,8 +280,10 @@ def _layer_config(target: Any, where: str) -> Any:
         for key in one.keys() & vars(config).keys():
             setattr(config, key, one[key])
     config.num_hidden_layers = 1
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or hasattr(config, "chain_hidden_post_norm"):
+    plain = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = set(getattr(config, "layer_types", None) or [plain])
+    rotates = hasattr(target.model.get_decoder(), "rotary_emb")
+    if kinds != {"full_attention"} or not rotates or hasattr(config, "chain_hidden_post_norm"):
         raise UserError(f"{where}: MTP with {config.model_type} is not supported: its layers are of another kind")
     return config
 
