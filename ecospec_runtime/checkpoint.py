@@ -24,8 +24,8 @@ from ecospec_runtime.quantization import FP8, MXFP4, dequantized, method_of, sta
 from ecospec_runtime.weights import StoredTensor, checkpoint_files, read_folder
 
 DTYPES: dict[str, torch.dtype | str] = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
-_WHOLE = 4 << 20  # bytes: a tensor up to this size is hashed whole
-_SLICE, _SLICES = 64 << 10, 64
+_WHOLE, _TOTAL = 4 << 20, 2 << 30  # bytes: a tensor up to this size is hashed whole; what is hashed in all, at most
+_SLICE = 64 << 10
 _HUB_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "tokenizer*"]  # beside weights; subfolders hold other formats
 
 
@@ -199,7 +199,8 @@ def _silent() -> Iterator[None]:
 def fingerprint(folder: Path) -> str:
     """sha256 over names, types, shapes and bytes of all weights; of the base weights if the folder says it was widened.
 
-    Of tensors above 4 MiB, 64 evenly spread slices of 64 KiB enter, so that a model of any size takes seconds.
+    Of tensors above 4 MiB (less for checkpoints of more than 512 tensors), evenly spread slices of 64 KiB enter, so that a
+    model of any size takes seconds.
     """
     base = read_config(folder, "checkpoint").get("ecospec_widened_from")
     if isinstance(base, str) and base:
@@ -213,16 +214,17 @@ def fingerprint(folder: Path) -> str:
                     digest.update(part)
         return digest.hexdigest()
     tensors = read_folder(paths)
+    slices = max(2, min(_WHOLE, _TOTAL // max(1, len(tensors))) // _SLICE)
     for name in sorted(tensors):
-        _hash_tensor(digest, tensors[name])
+        _hash_tensor(digest, tensors[name], slices)
     return digest.hexdigest()
 
 
-def _hash_tensor(digest: Any, tensor: StoredTensor) -> None:
+def _hash_tensor(digest: Any, tensor: StoredTensor, slices: int) -> None:
     digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
-    if tensor.nbytes <= _WHOLE:
+    if tensor.nbytes <= slices * _SLICE:
         digest.update(tensor.data(0, tensor.nbytes))
         return
-    for i in range(_SLICES):
-        start = i * (tensor.nbytes - _SLICE) // (_SLICES - 1)
+    for i in range(slices):
+        start = i * (tensor.nbytes - _SLICE) // (slices - 1)
         digest.update(tensor.data(start, _SLICE))
