@@ -199,7 +199,7 @@ def _silent() -> Iterator[None]:
 def fingerprint(folder: Path) -> str:
     """sha256 over names, types, shapes and bytes of all weights; of the base weights if the folder says it was widened.
 
-    Of tensors above 4 MiB (less for checkpoints of more than 512 tensors), evenly spread slices of 64 KiB enter, so that a
+    Of tensors above 4 MiB (less where that would come to more than 2 GiB), evenly spread slices of 64 KiB enter, so that a
     model of any size takes seconds.
     """
     base = read_config(folder, "checkpoint").get("ecospec_widened_from")
@@ -214,7 +214,10 @@ def fingerprint(folder: Path) -> str:
                     digest.update(part)
         return digest.hexdigest()
     tensors = read_folder(paths)
-    slices = max(2, min(_WHOLE, _TOTAL // max(1, len(tensors))) // _SLICE)
+    whole = _WHOLE
+    if sum(min(tensor.nbytes, _WHOLE) for tensor in tensors.values()) > _TOTAL:
+        whole = min(_WHOLE, _TOTAL // len(tensors))
+    slices = max(2, whole // _SLICE)
     for name in sorted(tensors):
         _hash_tensor(digest, tensors[name], slices)
     return digest.hexdigest()
