@@ -89,8 +89,8 @@ def draft_propose(
     )
     propose(
         states.data_ptr(), n, hidden, 0 if norm_H is None else norm_H.data_ptr(), eps, lm_head_VH.data_ptr(),
-        lm_head_VH.dtype == torch.bfloat16, vocabulary, width, tau.ctypes.data, count, result.log_probs.data_ptr(), result.ids.data_ptr(),
-        result.entropies.data_ptr(), result.log_normalizers.data_ptr(),
+        lm_head_VH.dtype == torch.bfloat16, vocabulary, width, tau.ctypes.data, count, result.log_probs.data_ptr(),
+        result.ids.data_ptr(), result.entropies.data_ptr(), result.log_normalizers.data_ptr(),
         workspace(scratch_size(n, hidden, vocabulary)),
     )  # fmt: skip
     return result
