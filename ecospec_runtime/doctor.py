@@ -1,4 +1,4 @@
-"""Checks whether an installation can be trusted: versions, bundle, greedy text with and without speculation, a draft head's layers."""
+"""Checks whether an installation can be trusted: versions, bundle, greedy text with and without speculation, draft head."""
 
 from __future__ import annotations
 

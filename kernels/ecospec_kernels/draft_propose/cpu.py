@@ -78,13 +78,8 @@ def scratch_size(n: int, hidden: int, vocabulary: int) -> int:
 
 
 def draft_propose(
-    states_nH: Tensor,
-    norm_H: Tensor | None,
-    eps: float,
-    lm_head_VH: Tensor,
-    width: int,
-    temperatures: tuple[float, ...],
-) -> Proposals:
+    states_nH: Tensor, norm_H: Tensor | None, eps: float, lm_head_VH: Tensor, width: int, temperatures: tuple[float, ...]
+) -> Proposals:  # fmt: skip
     """Same contract as the reference."""
     n, hidden = states_nH.shape
     vocabulary, count = lm_head_VH.shape[0], len(temperatures)
@@ -93,9 +88,9 @@ def draft_propose(
         torch.empty((n, width)), torch.empty((n, width), dtype=torch.int64), torch.empty(n), torch.empty((n, count))
     )
     propose(
-        states.data_ptr(), n, hidden, 0 if norm_H is None else norm_H.data_ptr(), eps, lm_head_VH.data_ptr(), lm_head_VH.dtype == torch.bfloat16,
-        vocabulary, width, tau.ctypes.data, count, result.log_probs.data_ptr(), result.ids.data_ptr(),
-        result.entropies.data_ptr(), result.log_normalizers.data_ptr(),
+        states.data_ptr(), n, hidden, 0 if norm_H is None else norm_H.data_ptr(), eps, lm_head_VH.data_ptr(),
+        lm_head_VH.dtype == torch.bfloat16, vocabulary, width, tau.ctypes.data, count, result.log_probs.data_ptr(),
+        result.ids.data_ptr(), result.entropies.data_ptr(), result.log_normalizers.data_ptr(),
         workspace(scratch_size(n, hidden, vocabulary)),
     )  # fmt: skip
     return result

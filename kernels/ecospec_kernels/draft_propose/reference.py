@@ -22,13 +22,8 @@ class Proposals(NamedTuple):
 
 
 def draft_propose(
-    states_nH: Tensor,
-    norm_H: Tensor | None,
-    eps: float,
-    lm_head_VH: Tensor,
-    width: int,
-    temperatures: tuple[float, ...],
-) -> Proposals:
+    states_nH: Tensor, norm_H: Tensor | None, eps: float, lm_head_VH: Tensor, width: int, temperatures: tuple[float, ...]
+) -> Proposals:  # fmt: skip
     """The `width` best tokens of each state with their log-probabilities, and the whole distribution's statistics.
 
     `norm_H` None: the states are normed already.

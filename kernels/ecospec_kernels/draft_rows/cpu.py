@@ -62,6 +62,7 @@ def draft_rows(
         layer.heads, layer.kv_heads, dim, inner, layer.qkv.dtype == torch.bfloat16, layer.eps, layer.norm_before_residual,
         layer.input_norm.data_ptr(), layer.hidden_norm.data_ptr(), layer.post_norm.data_ptr(), layer.qkv.data_ptr(),
         layer.out.data_ptr(), layer.gate_up.data_ptr(), layer.down.data_ptr(), *optional(layer), rope[0].data_ptr(),
-        rope[1].data_ptr(), keys_GRD.data_ptr(), values_GRD.data_ptr(), 4 * keys_GRD.stride(0), past, seen.ctypes.data, states_RH.data_ptr(),
+        rope[1].data_ptr(), keys_GRD.data_ptr(), values_GRD.data_ptr(), 4 * keys_GRD.stride(0), past, seen.ctypes.data,
+        states_RH.data_ptr(),
         workspace(m * (width + 2 * hidden) + max(inside, m * (width + 2 * LANES))),
     )  # fmt: skip

@@ -45,8 +45,8 @@ def _best_children(scores: Floats, width: int, chosen: int) -> None:
 @compiled
 def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int, inner: int, bf16: bool, eps: float,
           normed_residual: bool, input_norm: int, hidden_norm: int, post_norm: int, qkv_w: int, out_w: int,
-          gate_up_w: int, down_w: int, qkv_bias: int, out_bias: int, output_norm: int, final_norm: int, lm_head: int, vocabulary: int, embedding: int,
-          embedding_bf16: bool, target_ids: int, cos: int, sin: int, keys: int, values: int, cache_stride: int,
+          gate_up_w: int, down_w: int, qkv_bias: int, out_bias: int, output_norm: int, final_norm: int, lm_head: int,
+          vocabulary: int, embedding: int, embedding_bf16: bool, target_ids: int, cos: int, sin: int, keys: int, values: int, cache_stride: int,
           past: int, depth: int, beam: int, width: int, cut: bool, least: float, temperatures: int, t_count: int,
           recent_stride: int, states: int, entropies: int, normalizers: int, nodes: int, log_probs: int,
           scratch: int) -> tuple[int, int, int]:  # fmt: skip
@@ -96,8 +96,8 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
         done = first_rows[level] = 2 + expanded
         new = states + done * row
         draft_layer(embed, proposing, expanding, hidden, heads, groups, dim, inner, bf16, eps, normed_residual, input_norm,
-               hidden_norm, post_norm, qkv_w, out_w, gate_up_w, down_w, qkv_bias, out_bias, output_norm, cos + (level - 1) * dim * floating,
-               sin + (level - 1) * dim * floating, 0, keys, values, cache_stride, past, recent_keys, recent_values,
+               hidden_norm, post_norm, qkv_w, out_w, gate_up_w, down_w, qkv_bias, out_bias, output_norm,
+               cos + (level - 1) * dim * floating, sin + (level - 1) * dim * floating, 0, keys, values, cache_stride, past, recent_keys, recent_values,
                recent_stride, recent, seen.ctypes.data, new, rest)  # fmt: skip
         propose(new, expanding, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
                  found.ctypes.data, found_ids.ctypes.data, entropies + done * floating,
