@@ -116,12 +116,16 @@ def _load(folder: Path, source: str, dtype: str, placement: Placement, settings:
     method = method_of(settings)
     files = checkpoint_files(folder, source)
     native = stays_quantized(method, dtype, placement.single)
-    if native and method not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:  # transformers would load its numbers as they are
+    if native and method not in {
+        *AUTO_QUANTIZATION_CONFIG_MAPPING,
+        "bitsandbytes",
+    }:  # transformers would load its numbers as they are
         raise UserError(f"target {source}: config.json: quant_method '{method}' is not one that transformers knows")
     if method in (FP8, MXFP4) and not native and not files:
         raise UserError(f"target {source}: {method} weights are read from model.safetensors files, there are none")
     if native or not files or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], **arguments)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], **arguments)
+        return loaded[0], loaded[1]
     tensors = read_folder(files)
     kept = plain_dtype(config, tensors, dtype)
     stored = dequantized(tensors, settings, source, kept)
@@ -160,7 +164,9 @@ def plain_dtype(config: Any, tensors: Mapping[str, StoredTensor], dtype: str) ->
     return next(plain, torch.bfloat16)
 
 
-def _announce(source: str, method: str, tensors: Mapping[str, Any], stored: Mapping[str, Any], dtype: torch.dtype) -> None:
+def _announce(
+    source: str, method: str, tensors: Mapping[str, Any], stored: Mapping[str, Any], dtype: torch.dtype
+) -> None:
     """One note: what dequantising costs in memory."""
     disk = sum(tensor.nbytes for tensor in tensors.values())
     memory = sum(torch.Size(tensor.shape).numel() for tensor in stored.values()) * dtype.itemsize

@@ -77,11 +77,13 @@ def _parse_map(text: str) -> str | dict[str, int | str]:
         try:
             source = Path(where).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UserError(f"--device-map {where}: cannot be read ({type(error).__name__}); give a JSON file") from None
+            raise UserError(
+                f"--device-map {where}: cannot be read ({type(error).__name__}); give a JSON file"
+            ) from None
     try:
         parsed = json.loads(source)
     except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error}); write for example {{\"\": \"cpu\"}}") from None
+        raise UserError(f'{where}: not JSON ({error}); write for example {{"": "cpu"}}') from None
     if not isinstance(parsed, dict):
         raise UserError(f"{where}: not a JSON object from module names to devices")
     return parsed
@@ -93,7 +95,9 @@ def _check_map(parsed: dict[str, int | str]) -> None:
     for name, value in parsed.items():
         number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not number and not isinstance(value, str):
-            raise UserError(f"--device-map: '{name}': {value!r} is not a device; give cpu, disk, cuda:0 or a GPU's number")
+            raise UserError(
+                f"--device-map: '{name}': {value!r} is not a device; give cpu, disk, cuda:0 or a GPU's number"
+            )
         if value not in _OFFLOAD:
             check_device(f"cuda:{value}" if number else str(value))
 
@@ -118,7 +122,9 @@ def _tensor_parallel_device(tp: int, device: str | None, device_map: DeviceMap |
     kind = torch.device(device or "cpu").type
     if torch.cuda.is_available() != (kind == "cuda"):  # transformers shards onto the accelerator wherever there is one
         remedy = "give --device cuda" if torch.cuda.is_available() else "give --device cpu"
-        raise UserError(f"--tp {tp}: transformers shards on {'GPUs' if torch.cuda.is_available() else 'the CPU'} here; {remedy}")
+        raise UserError(
+            f"--tp {tp}: transformers shards on {'GPUs' if torch.cuda.is_available() else 'the CPU'} here; {remedy}"
+        )
     place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if kind == "cuda" else "cpu"
     check_device(place)
     return place
@@ -132,7 +138,9 @@ def processes() -> int:
 def join(tp: int) -> None:
     """For a command line: refuse processes that would only repeat one another, and silence all but the first's stdout."""
     if tp == 1 and processes() > 1:
-        raise UserError(f"torchrun started {processes()} processes, --tp is 1; give --tp {processes()} or run without torchrun")
+        raise UserError(
+            f"torchrun started {processes()} processes, --tp is 1; give --tp {processes()} or run without torchrun"
+        )
     if not leads():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
@@ -165,16 +173,24 @@ def check_placed(model: Any, placement: Placement, source: str) -> None:
     if isinstance(placement.device_map, dict):
         for name in placement.device_map:
             if name not in modules:
-                raise UserError(f"--device-map: '{name}' is no module of target {source}; names look like model.layers.0")
+                raise UserError(
+                    f"--device-map: '{name}' is no module of target {source}; names look like model.layers.0"
+                )
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
-        note(f"target {source}: some layers are read from disk in every pass, from {tempfile.gettempdir()} (see TMPDIR)")
+        note(
+            f"target {source}: some layers are read from disk in every pass, from {tempfile.gettempdir()} (see TMPDIR)"
+        )
     for name, module in model.named_modules():
         stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta and stored is None:
-                raise UserError(f"target {source}: {name}.{key} was not loaded; check --device-map and the weight files")
+                raise UserError(
+                    f"target {source}: {name}.{key} was not loaded; check --device-map and the weight files"
+                )
     if placement.tp > 1 and any(getattr(module, "_is_expert_parallel", False) for module in model.modules()):
-        raise UserError(f"target {source}: its plan is expert parallel, where expert ids are local; only tensor parallelism is supported")
+        raise UserError(
+            f"target {source}: its plan is expert parallel, where expert ids are local; only tensor parallelism is supported"
+        )
 
 
 def one_piece(model: Any) -> bool:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.weights import StoredTensor
+from ecospec_runtime.weights import StoredTensor, own_memory
 
 FP8, MXFP4 = "fp8", "mxfp4"
 FP8_CAPABILITY = (8, 9)
@@ -56,9 +56,7 @@ def computes_fp8(device: str | None) -> bool:
 
     if device is not None and torch.device(device).type != "cuda":
         return False
-    return (
-        torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY and is_kernels_available()
-    )
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY and is_kernels_available()
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,9 @@ class Fp8Weight:
         rows, columns = self.shape[-2:]
         grid = (math.ceil(rows / self.block[0]), math.ceil(columns / self.block[1]))
         expected = (*self.shape[:-2], *grid)
-        whole = grid == (1, 1) and math.prod(self.scale.shape) == math.prod(expected)  # a scale per weight, of any shape
+        whole = grid == (1, 1) and math.prod(self.scale.shape) == math.prod(
+            expected
+        )  # a scale per weight, of any shape
         if self.scale.shape != expected and not whole:
             raise UserError(
                 f"target {source}: {self.scale} has shape {list(self.scale.shape)}, {list(expected)} is one scale per "
@@ -94,7 +94,7 @@ class Fp8Weight:
     def __getitem__(self, index: Any) -> Tensor:
         scale = scale_values(self.scale)
         rows, columns = self.shape[-2:]
-        out = torch.empty(self.shape, dtype=self.dtype)
+        out = own_memory(self.shape, self.dtype)
         matrices, flat = out.view(-1, rows, columns), self.weight.reshaped(-1, rows, columns)
         grids = scale.reshape(len(matrices), math.ceil(rows / self.block[0]), -1)
         for m, grid in enumerate(grids):
@@ -153,7 +153,7 @@ class Mxfp4Weight:
     def __getitem__(self, index: Any) -> Tensor:
         values = torch.tensor([*_E2M1, *(-v for v in _E2M1)])
         pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)  # [256, 2] of a byte
-        out = torch.empty(self.shape, dtype=self.dtype)
+        out = own_memory(self.shape, self.dtype)
         for e in range(len(out)):
             scale = exponents(self.scales.rows(e, e + 1)[0])
             if torch.isnan(scale).any():

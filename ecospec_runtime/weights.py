@@ -7,6 +7,7 @@ resident, twice the model. Plain reads leave nothing behind, so loading needs th
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from torch import Tensor
 from ecospec_runtime.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+OWN_PAGES = 64 << 10  # bytes from which a tensor gets pages of its own
 TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -67,10 +69,10 @@ class StoredTensor:
         return tensor if index is Ellipsis else tensor[index].clone()
 
     def _read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype or self.dtype)
+        tensor = own_memory(shape, dtype or self.dtype)
         if not tensor.numel():
             return tensor
-        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start + offset)
             while len(view):
@@ -79,6 +81,14 @@ class StoredTensor:
                     raise UserError(f"{self.path}: ends inside {self.name}; copy or download it again")
                 view = view[count:]
         return tensor
+
+
+def own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory that goes back to the system as soon as it is freed, which malloc's own does not."""
+    size = dtype.itemsize * int(torch.Size(shape).numel())
+    if size < OWN_PAGES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def read_folder(paths: list[Path]) -> dict[str, StoredTensor]:
@@ -97,7 +107,9 @@ def _read_header(path: Path) -> Iterator[StoredTensor]:
             continue
         if entry["dtype"] not in TYPES:
             raise SafetensorError(f"{name} has type {entry['dtype']}, which is not supported")
-        yield StoredTensor(path, name, TYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        yield StoredTensor(
+            path, name, TYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+        )
 
 
 def checkpoint_files(folder: Path, source: str) -> list[Path]:

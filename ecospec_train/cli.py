@@ -75,7 +75,9 @@ def harvest(
     max_disk: Annotated[str | None, typer.Option(help="Refuse to write more than this, e.g. 2GB.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted harvest.")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or auto.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Processes or GPUs, each with a copy of the target.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Processes or GPUs, each with a copy of the target.")
+    ] = None,
     device_map: DeviceMapOption = None,
     threads: ThreadsOption = None,
     extra: SetOption = None,

@@ -32,12 +32,12 @@ from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.drafters import Drafter, load_drafter
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import device_slug, versions
+from ecospec_runtime.placement import agreed
 from ecospec_runtime.policies import PolicySpec, build_policy
 from ecospec_runtime.pool import Candidates, Pool, pack_masks
 from ecospec_runtime.predictor import Predictor
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.scoring import Scorer
-from ecospec_runtime.placement import agreed
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import children_of, tree_mask, walk
 from ecospec_train.cost_model import PassCost, fit_pass_cost

@@ -1,7 +1,8 @@
 """Peak memory of loading a target, over its weights' bytes in the dtype it is loaded in: `python -m pipelines.benchmark.loading`.
 
 Each case loads a random checkpoint in the published layout in a process of its own. The peak is that of the resident set
-while `Target.from_pretrained` runs, less what the process held before it (interpreter, torch, transformers). Linux only.
+while `Target.from_pretrained` runs, less what the process held before it: interpreter, libraries and compiled kernels,
+which a target of a few kilobytes has brought in. Linux only.
 """
 
 from __future__ import annotations
@@ -30,20 +31,22 @@ CASES: dict[str, tuple[str, torch.dtype, str, str]] = {
     "fp8 to bfloat16": ("qwen3_moe", torch.bfloat16, "fp8", "bfloat16"),
     "mxfp4 to bfloat16": ("gpt_oss", torch.bfloat16, "mxfp4", "bfloat16"),
 }
-SHAPE = {"vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+WIDTH, EXPERTS, UNITS = 512, 32, 512
+SHAPE = {"vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
          "num_experts_per_tok": 4, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}  # fmt: skip
-EXPERTS, UNITS = 32, 512
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": UNITS, "intermediate_size": UNITS},
     "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": UNITS},
 }
-LAYER = EXPERTS * 3 * UNITS * SHAPE["hidden_size"] * 2  # bytes of a layer's experts in bfloat16
+LAYER = EXPERTS * 3 * UNITS * WIDTH * 2  # bytes of a layer's experts in bfloat16
 CHILD = """
-import json, sys, torch
+import gc, json, sys, torch
 from ecospec_runtime.target import Target
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 torch.set_num_threads(1)
+Target.from_pretrained(sys.argv[3], sys.argv[2])
+gc.collect()
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
 target = Target.from_pretrained(sys.argv[1], sys.argv[2])
@@ -52,12 +55,18 @@ print(json.dumps({"bytes": size, "peak": status("VmHWM") - before, "after": stat
 """
 
 
-def write_checkpoint(folder: Path, family: str, layers: int, dtype: torch.dtype, quantized: str) -> Path:
-    """A random target of `layers` layers with a tokenizer of one token."""
+def write_checkpoint(
+    folder: Path, family: str, layers: int, dtype: torch.dtype, quantized: str, width: int = WIDTH
+) -> Path:
+    """A random target of `layers` layers with a tokenizer of one token; `width` is that of its hidden states."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SHAPE, **FAMILIES[family], num_hidden_layers=layers, dtype=dtype)
+    config = AutoConfig.for_model(
+        family, **SHAPE, **FAMILIES[family], hidden_size=width, num_hidden_layers=layers, dtype=dtype
+    )
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])), eos_token="a").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])), eos_token="a"
+    ).save_pretrained(folder)
     if quantized:
         tensors = load_file(folder / "model.safetensors")
         change = as_fp8 if quantized == "fp8" else as_mxfp4
@@ -99,7 +108,8 @@ def measure(name: str, megabytes: int) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="ecospec-loading-"))
     try:
         write_checkpoint(folder, family, max(4, round(megabytes * 1e6 / LAYER)), saved, quantized)
-        command = [sys.executable, "-c", CHILD, str(folder), dtype]
+        write_checkpoint(folder / "small", family, 1, saved, quantized, width=32)
+        command = [sys.executable, "-c", CHILD, str(folder), dtype, str(folder / "small")]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{name}: loading failed\n{done.stderr}")

@@ -103,7 +103,10 @@ def test_faults_of_fp8_scales_name_the_tensor(fp8: tuple[Path, Path], tmp_path: 
         (lambda t: t[scale].__setitem__((0, 1), float("inf")), rf"{scale} \[0, 1\] is inf"),
         (lambda t: t.update({scale: t[scale][:1].clone()}), rf"{scale} has shape \[1, 2\], \[2, 2\] is one scale per"),
         (lambda t: t.update({wide: t[wide][:, :1].T.contiguous()}), rf"{wide} has shape \[1, 2\], \[2, 2\]"),
-        (lambda t: t.update({WEIGHT: t[WEIGHT].bfloat16()}), rf"{scale} is a scale, but its weight is not stored as FP8"),
+        (
+            lambda t: t.update({WEIGHT: t[WEIGHT].bfloat16()}),
+            rf"{scale} is a scale, but its weight is not stored as FP8",
+        ),
     ]
     for i, (change, message) in enumerate(changes):
         with pytest.raises(UserError, match=message):
