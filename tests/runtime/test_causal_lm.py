@@ -44,6 +44,15 @@ def save(folder: Path, model: PreTrainedModel, tokenizer: Any = None) -> Path:
     return folder
 
 
+def beginning_tokenizer() -> Any:
+    """The tiny tokenizer, with a token of its own before every text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    return tokenizer
+
+
 def llama(vocabulary: int = 96, **changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(3)
     return LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": vocabulary, **changes}))
@@ -151,11 +160,7 @@ def test_a_sliding_window_is_kept_in_trees(window: dict[str, Any], tmp_path: Pat
 
 
 def test_a_begin_of_text_token_stands_for_the_prompts_first(tmp_path: Path, target: Target) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    drafter = load_drafter(save(tmp_path / "llama", llama(), tokenizer), target)
+    drafter = load_drafter(save(tmp_path / "llama", llama(), beginning_tokenizer()), target)
     first = drafter.expand(told(drafter, TEXT[:1]), TEXT[0], SHAPE, (1.0,))
     check_tree(drafter, first, [0, *TEXT[:1]], SHAPE)
     before = plain(drafter, [0])

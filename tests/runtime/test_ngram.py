@@ -53,6 +53,7 @@ def searched(config: NgramConfig, text: list[int], path: list[int]) -> np.ndarra
     return p
 
 
+@settings(deadline=None)
 @given(texts, orders, st.lists(st.integers(0, VOCABULARY - 1), max_size=4))
 def test_the_index_equals_a_search_of_the_text(text: list[int], config: NgramConfig, path: list[int]) -> None:
     index = NgramIndex(config, VOCABULARY)
