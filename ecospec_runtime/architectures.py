@@ -25,7 +25,13 @@ import typer
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 from ecospec_runtime.config import GenerationConfig
@@ -35,7 +41,7 @@ from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import children_of, tree_mask, walk
 
-VOCABULARY, PROMPT, TOKENS = 96, 11, 28
+VOCABULARY, PROMPT, TOKENS = 96, 11, 24
 # Tiny sizes, each used where a configuration has a field of that name; windows are shorter than the prompt.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -204,7 +210,12 @@ def prove(target: Target, seed: int = 0) -> None:
     prompt = [rng.randrange(1, VOCABULARY) for _ in range(PROMPT)]
     ids = torch.tensor([prompt])
     reference = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, eos_token_id=None, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=TOKENS,
+        eos_token_id=None,
+        pad_token_id=0,
     )[0, PROMPT:].tolist()
     text, rejected = tree_text(target, prompt, reference, rng)
     assert text == reference, f"{target.architecture}: {text} is not transformers' {reference}"
@@ -320,7 +331,9 @@ def main(
     check_writable(out)
     unknown = sorted(set(names or ()) - {entry.model_type for entry in ARCHITECTURES})
     if unknown:
-        raise UserError(f"{', '.join(unknown)}: not a model type of the table; names are those of config.json's model_type")
+        raise UserError(
+            f"{', '.join(unknown)}: not a model type of the table; names are those of config.json's model_type"
+        )
     results = []
     for result in attempt_all(entry for entry in ARCHITECTURES if not names or entry.model_type in names):
         results.append(result)
@@ -328,7 +341,9 @@ def main(
             note(f"{result.model_type}: {_word(result)}")
     table = Table("architecture", "model_type", "result", "what is special, or why it is refused")
     for result in results:
-        table.add_row(result.architecture, result.model_type, _word(result), result.why, style="" if result.works else "dim")
+        table.add_row(
+            result.architecture, result.model_type, _word(result), result.why, style="" if result.works else "dim"
+        )
     console().print(table)
     if out is not None:
         out.write_text(markdown(results), encoding="utf-8")

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ecospec_kernels import dispatch
-from ecospec_runtime import compute, engine
+from ecospec_runtime import engine
 from ecospec_runtime.architectures import Architecture, chosen_by_routers, save
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
@@ -67,7 +67,12 @@ def texts(target: Target) -> list[list[int]]:
     for length in LENGTHS:
         ids = torch.tensor([[rng.randrange(1, 96) for _ in range(length)]])
         found += target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=COUNT, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=COUNT,
+            eos_token_id=None,
+            pad_token_id=0,
         ).tolist()
     return found
 
@@ -92,7 +97,9 @@ def liar(target: Target, seed: int = 0) -> Any:
 
 def decoder_for(target: Target, drafter: Any, policy: str) -> Engine:
     scorer = Scorer(liar(target), "head", target.moe_layers, target.experts)
-    return Engine(target, drafter, scorer, build_policy(parse_policy(policy)), PROFILE, PoolConfig(depth=4, beam=3, width=5))
+    return Engine(
+        target, drafter, scorer, build_policy(parse_policy(policy)), PROFILE, PoolConfig(depth=4, beam=3, width=5)
+    )
 
 
 def half_right(texts: list[list[int]], stub_drafter: Any) -> Any:
@@ -128,7 +135,9 @@ def test_routing_is_what_the_routers_chose(target: Target) -> None:
             assert torch.equal(output.routing, torch.stack(chosen, dim=1))
             for layer, (router, hidden) in enumerate(zip(routers, seen, strict=True)):
                 expected = RULES[target.config.model_type](router, hidden)
-                assert [set(row) for row in output.routing[:, layer].tolist()] == [set(row) for row in expected.tolist()]
+                assert [set(row) for row in output.routing[:, layer].tolist()] == [
+                    set(row) for row in expected.tolist()
+                ]
     finally:
         for handle in handles:
             handle.remove()
