@@ -41,7 +41,7 @@ from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import children_of, tree_mask, walk
 
-VOCABULARY, PROMPT, TOKENS = 96, 11, 28
+VOCABULARY, PROMPT, TOKENS = 96, 11, 24
 # Tiny sizes, each used where a configuration has a field of that name; windows are shorter than the prompt.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
