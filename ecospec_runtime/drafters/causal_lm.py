@@ -27,12 +27,11 @@ from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters.features import HiddenRows
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Ints, Pool
+from ecospec_runtime.selfcheck import check
 from ecospec_runtime.target import Target
-from ecospec_runtime.verify import tree_mask
 
 CHUNK = 512  # tokens of one pass over a prompt
 FEW = 8  # rows whose logits are all computed, to keep those of the last two
-CLOSE = 0.05  # largest difference of logits, over their spread, that is rounding
 
 
 class DraftModel(Target):
@@ -42,22 +41,7 @@ class DraftModel(Target):
 
     def _probe(self) -> int:
         """Prove that a tree can be grown in the cache and rejected rows leave no trace; there is no top-k."""
-        tokens = torch.arange(1, 5, device=self.device) * (self.vocab_size // 5)
-        with torch.inference_mode():
-            cache = self.new_cache()
-            self.forward(
-                tokens[:3], torch.tensor([0, 1, 1], device=self.device), tree_mask([0, 0], 0).to(self.device), cache
-            )
-            self.commit(cache, 0, [0, 2])
-            kept = self.forward(tokens[3:], torch.tensor([2], device=self.device), None, cache).logits
-            plain = self.forward(tokens[[0, 2, 3]], torch.arange(3, device=self.device), None, self.new_cache()).logits
-        assert kept is not None
-        assert plain is not None
-        if not float((kept[-1] - plain[-1]).norm()) <= CLOSE * float(plain[-1].norm()):
-            raise UserError(
-                f"target {self.source}: {self.architecture} keeps a state that a rejected token cannot be taken out of, or "
-                "does not follow a tree's mask; it is not supported"
-            )
+        check(self)
         return 0
 
 
@@ -219,11 +203,6 @@ def load_causal_lm(folder: Path, source: str, target: Any, dtype: str = "auto") 
 
     `dtype` is float32, bfloat16 or auto.
     """
-    if folder.resolve() == target.folder.resolve():
-        raise UserError(
-            f"drafter {source}: this is the target itself, which would only verify its own tokens at full price; use a smaller "
-            "model with the same tokenizer, an EAGLE-3 head, or ngram"
-        )
     try:
         model = DraftModel.from_pretrained(folder, dtype, str(target.device))
     except UserError as error:

@@ -243,7 +243,10 @@ def _nothing_found(where: str, config: dict[str, Any]) -> str:
             f"{where}: config.json announces {announced} MTP layer, but no safetensors file here holds one (save_pretrained "
             "of transformers leaves it out); use the published checkpoint"
         )
-    return f"{where}: its safetensors files hold no MTP layer; use an EAGLE-3 head, or a checkpoint that has one"
+    return (
+        f"{where}: this is the target itself, which would only verify its own tokens at full price, and its safetensors files "
+        "hold no MTP layer; use an EAGLE-3 head, a smaller model with the same tokenizer, or ngram"
+    )
 
 
 def _read_settings(folder: Path, where: str) -> Any:

@@ -170,7 +170,7 @@ def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int =
 
     Their time is linear in the width once they outgrow the caches, the rest does not depend on it: two widths, in turns.
     """
-    from ecospec_train.profile import plain_steps, text_tokens
+    from ecospec_train.passes import plain_steps, text_tokens
 
     if not 0 < share < 0.9:
         raise UserError(f"share {share} is not between 0 and 0.9; experts can be at most most of a step")

@@ -14,6 +14,7 @@ from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
 from ecospec_train.cost_model import PassCost, fit_pass_cost
+from ecospec_train.passes import prefilled, text_tokens, union_of
 from ecospec_train.profile import (
     Cell,
     ProfileConfig,
@@ -21,10 +22,7 @@ from ecospec_train.profile import (
     complaints,
     design,
     measure_passes,
-    prefilled,
     profile,
-    text_tokens,
-    union_of,
 )
 
 
