@@ -2,8 +2,9 @@
 
 Both have the same width, layers and tokenizer, so embedding, norms and experts carry over; the most used experts of a layer
 and their strongest units stay. An expert of GPT-OSS computes what a SwiGLU expert does after a change of scale and bias;
-its attention lacks the norms of queries and keys, whose mean effect goes into the weights. Latent attention starts anew, a
-shared expert at nothing. Source of the idea: Muralidharan et al., "Compact Language Models via Pruning and Knowledge
+its attention lacks the norms of queries and keys, whose mean effect goes into the weights. Latent attention keeps the values of
+both key-value heads in its latent and their keys, side by side, in the rotated key that all heads share; every second
+frequency is the teacher's. A shared expert starts at nothing. Source of the idea: Muralidharan et al., "Compact Language Models via Pruning and Knowledge
 Distillation", arXiv 2407.14679.
 
 Shapes: E experts, M units of an expert, H hidden size, N tokens, K top-k, D head dim.
@@ -25,12 +26,14 @@ class Measured:
     weight_E: Tensor  # mean routing weight of each expert over all tokens: how much of the layer it is
     query_rms: Tensor  # [query heads] mean root mean square of the queries before their norm
     key_rms: Tensor  # [key heads]
+    input_rms: Tensor  # [] of what attention reads
+    value_rms: Tensor  # [] of the values of all heads together
 
 
 def measure(teacher: Any, windows_BT: Tensor) -> list[Measured]:
     """Expert use and sizes of queries and keys in every layer of a Qwen3-MoE."""
     found = [
-        Measured(torch.zeros(layer.mlp.experts.num_experts), torch.zeros(0), torch.zeros(0))
+        Measured(torch.zeros(layer.mlp.experts.num_experts), *(torch.zeros(0) for _ in range(4)))
         for layer in teacher.model.layers
     ]
 
@@ -48,12 +51,20 @@ def measure(teacher: Any, windows_BT: Tensor) -> list[Measured]:
 
         return hook
 
+    def values(i: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            found[i].value_rms = output.pow(2).mean(-1).sqrt().mean()
+
+        return hook
+
     handles = []
     for i, layer in enumerate(teacher.model.layers):
         handles += [
             layer.mlp.experts.register_forward_pre_hook(routing(i)),
             layer.self_attn.q_norm.register_forward_pre_hook(size(i, "query_rms")),
             layer.self_attn.k_norm.register_forward_pre_hook(size(i, "key_rms")),
+            layer.self_attn.q_proj.register_forward_pre_hook(size(i, "input_rms")),
+            layer.self_attn.v_proj.register_forward_hook(values(i)),
         ]
     with torch.no_grad():
         teacher(input_ids=windows_BT)
@@ -79,10 +90,8 @@ def inherit(student: Any, teacher: Any, windows_BT: Tensor) -> None:
     for new, old, seen in zip(student.model.layers, teacher.model.layers, measure(teacher, windows_BT), strict=True):
         for name in ("input_layernorm", "post_attention_layernorm"):
             getattr(new, name).weight.copy_(getattr(old, name).weight)
-        if hasattr(new.self_attn, "sinks"):
-            _gpt_oss_attention(new.self_attn, old.self_attn, seen)
-        else:
-            nn.init.zeros_(new.self_attn.o_proj.weight)
+        attention = _gpt_oss_attention if hasattr(new.self_attn, "sinks") else _latent_attention
+        attention(new.self_attn, old.self_attn, seen)
         if hasattr(new.mlp, "router"):
             _gpt_oss_experts(new.mlp, old.mlp, seen)
         elif hasattr(new.mlp, "experts"):
@@ -100,6 +109,37 @@ def _gpt_oss_attention(new: Any, old: Any, seen: Measured) -> None:
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         nn.init.zeros_(getattr(new, name).bias)
     nn.init.zeros_(new.sinks)
+
+
+def _latent_attention(new: Any, old: Any, seen: Measured) -> None:
+    """Needs q_lora_rank and v_head_dim as wide as the input and the teacher's heads, and a rotated key as wide as all keys."""
+    heads, nope, width = new.num_heads, new.qk_nope_head_dim, old.head_dim
+    groups = new.qk_rope_head_dim // width
+    scale = {"q": old.q_norm.weight / seen.query_rms[:, None], "k": old.k_norm.weight / seen.key_rms[:, None]}
+    q_hDX = (old.q_proj.weight * scale["q"].flatten()[:, None]).unflatten(0, (heads, width))
+    k_gDX = (old.k_proj.weight * scale["k"].flatten()[:, None]).unflatten(0, (groups, width))
+
+    def slots(group: int) -> Tensor:
+        """Places of a head's dims among the rotated ones: pairs are neighbours there, halves apart in the teacher."""
+        pair = groups * torch.arange(width // 2) + group
+        return torch.cat((2 * pair, 2 * pair + 1))
+
+    nn.init.eye_(new.q_a_proj.weight)
+    query = new.q_b_proj.weight.unflatten(0, (heads, -1))  # a view
+    query[:, nope:] = 0
+    for head in range(heads):
+        grown = (new.qk_head_dim / width) ** 0.5 * seen.input_rms  # the scale of scores is another; q_a is normed
+        query[head, nope + slots(head * groups // heads)] = q_hDX[head] * grown
+    latent = new.kv_lora_rank
+    new.kv_a_proj_with_mqa.weight[:latent] = old.v_proj.weight
+    for group in range(groups):
+        new.kv_a_proj_with_mqa.weight[latent + slots(group)] = k_gDX[group]
+    value = new.kv_b_proj.weight.unflatten(0, (heads, -1))
+    value[:, nope:] = 0
+    for head in range(heads):
+        group = head * groups // heads
+        value[head, nope:, group * width : (group + 1) * width] = torch.eye(width) * seen.value_rms
+    new.o_proj.weight.copy_(old.o_proj.weight)
 
 
 def _kept(old: Any, seen: Measured, experts: int, units: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -19,8 +19,8 @@ from tests.conftest import TINY
 SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 12, "intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "deepseek_v3": {"n_routed_experts": 12, "moe_intermediate_size": 16, "num_key_value_heads": 4, "q_lora_rank": 16,
-                    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 4,
+    "deepseek_v3": {"n_routed_experts": 12, "moe_intermediate_size": 16, "num_key_value_heads": 4, "q_lora_rank": 32,
+                    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8, "n_group": 4,
                     "topk_group": 2, "first_k_dense_replace": 1, "intermediate_size": 40, "num_nextn_predict_layers": 1},
 }  # fmt: skip
 
@@ -53,6 +53,35 @@ def test_experts_of_full_size_compute_what_the_teachers_do(teacher: Qwen3MoeForC
         found = found * model.config.routed_scaling_factor
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(model.model.embed_tokens.weight, teacher.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+@torch.no_grad()
+def test_attention_does_about_what_the_teachers_does(kind: str) -> None:
+    """All but the norms of queries, keys and latents, which become constants; with one key head every frequency is kept."""
+    torch.manual_seed(0)
+    sizes = {**TINY, "num_key_value_heads": 1, "head_dim": 32}  # wide heads: norms vary little
+    teacher = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, tie_word_embeddings=True, initializer_range=0.2)).eval()
+    changes = {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 64}
+    if kind == "deepseek_v3":
+        changes = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    model = student(
+        kind, **changes, max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
+    model.set_attn_implementation("eager")
+    inherit(model, teacher, torch.randint(1, 96, (4, 32)))
+    if kind == "gpt_oss":
+        model.model.layers[1].self_attn.sinks.fill_(-1e4)
+    outputs: dict[Any, torch.Tensor] = {}
+    for one in (teacher, model):
+        layer = one.model.layers[1].self_attn
+        layer.register_forward_hook(lambda module, args, output, one=one: outputs.update({one: output[0]}))
+        x = torch.nn.functional.rms_norm(torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(2)), (32,))
+        rope = one.model.rotary_emb(x, torch.arange(24)[None])
+        mask = torch.full((24, 24), -torch.inf).triu(1)[None, None]
+        layer(x, position_embeddings=rope, attention_mask=mask)
+    left, right = (value.flatten() for value in outputs.values())
+    assert torch.corrcoef(torch.stack((left, right)))[0, 1] > 0.95
 
 
 def test_the_strongest_units_stay() -> None:
