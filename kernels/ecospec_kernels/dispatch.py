@@ -127,11 +127,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def supports_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None) -> bool:
-    """Whether the CPU kernel takes this call: bf16, up to MAX_ROWS rows, one head dimension, a mask with dense rows."""
+    """Whether the CPU kernel takes this call: bf16, up to MAX_ROWS rows, a mask with dense rows."""
     return (
         ENABLED and 0 < q_HnD.size(1) <= MAX_ROWS and q_HnD.size(0) % k_GJD.size(0) == 0
         and q_HnD.dtype is k_GJD.dtype is v_GJD.dtype is torch.bfloat16 and q_HnD.is_cpu and q_HnD.stride(2) == 1
-        and k_GJD.stride(2) == 1 and v_GJD.stride(2) == 1 and q_HnD.size(2) == k_GJD.size(2) == v_GJD.size(2) and _columns(q_HnD.size(2), q_HnD.dtype)
+        and k_GJD.stride(2) == 1 and v_GJD.stride(2) == 1 and q_HnD.size(2) == k_GJD.size(2) and _columns(q_HnD.size(2), q_HnD.dtype)
         and (mask_nJ is None or (mask_nJ.stride(1) == 1 and (mask_nJ.dtype is torch.bool or _plain(mask_nJ))))
         and not torch.is_grad_enabled()
     )  # fmt: skip

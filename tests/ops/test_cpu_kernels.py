@@ -153,6 +153,15 @@ def test_attention(n: int, keys: int, heads: int, groups: int, dim: int, kind: s
         assert torch.equal(alone[0], result[i])
 
 
+@pytest.mark.parametrize("value_dim", [8, 40])
+def test_values_of_another_width(value_dim: int) -> None:
+    q, k = random(1, 4, 5, 24, dtype=BF16), random(2, 2, 77, 24, dtype=BF16)
+    v = random(3, 2, 77, value_dim, dtype=BF16)
+    result = op("tree_attention", "cpu")(q, k, v, None, 0.3)
+    assert_near(result, op("tree_attention", "reference")(q, k, v, None, 0.3))
+    assert result.shape == (5, 4, value_dim)
+
+
 @pytest.mark.parametrize("name", ["few_row_linear", "expert_mlp"])
 def test_threads_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = experts_case(5, 12, 4, 32, BF16)

@@ -71,14 +71,14 @@ def _add_values(row: int, v: int, v_stride: int, keys: int, weights: int, kept: 
 
 @compiled
 def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v: int, v_head: int, v_row: int,
-            mask: int, mask_row: int, mask_kind: int, heads: int, groups: int, n: int, keys: int, dim: int,
+            mask: int, mask_row: int, mask_kind: int, heads: int, groups: int, n: int, keys: int, dim: int, value_dim: int,
             scale: float, sinks: int, out: int, scratch: int) -> None:  # fmt: skip
     """Strides in bytes. `keys` >= BLOCK. `sinks`: fp32 [heads], or 0. `scratch`: laid out as `_scratch_size` counts."""
     plane = plane_length(dim, 2)
     share, stride = heads // groups, 8 * plane
     kept_keys = scratch
     row = kept_keys + 8 * keys
-    packed = row + 4 * dim
+    packed = row + 4 * max(dim, value_dim)
     scores = packed + n * share * stride
     for g in range(groups):
         for h in range(share):
@@ -102,13 +102,13 @@ def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v:
                         index[kept] = j
                         kept += 1
                 _softmax(line, kept, sink)
-                _add_values(row, v + g * v_head, v_row, kept_keys, line, kept, dim)
-                write_row(row, dim, True, out + (t * heads + g * share + h) * dim * 2)
+                _add_values(row, v + g * v_head, v_row, kept_keys, line, kept, value_dim)
+                write_row(row, value_dim, True, out + (t * heads + g * share + h) * value_dim * 2)
 
 
-def _scratch_size(n: int, share: int, keys: int, dim: int) -> int:
+def _scratch_size(n: int, share: int, keys: int, dim: int, value_dim: int) -> int:
     """fp32 numbers that `_attend` needs."""
-    return 2 * keys + dim + n * share * (dim + 2 * LANES + keys)
+    return 2 * keys + max(dim, value_dim) + n * share * (dim + 2 * LANES + keys)
 
 
 def tree_attention(
@@ -116,14 +116,14 @@ def tree_attention(
 ) -> Tensor:
     """Same contract as the reference; see `dispatch.supports_attention` for what it takes."""
     heads, n, dim = q_HnD.shape
-    groups, keys, _ = k_GJD.shape
+    groups, keys, value_dim = v_GJD.shape
     if keys < BLOCK:  # pad with hidden keys
         shown = torch.ones((n, keys), dtype=torch.bool) if mask_nJ is None else mask_nJ
         padding = (0, BLOCK - keys)
         mask_nJ = torch.nn.functional.pad(shown, padding, value=False if shown.dtype == torch.bool else -torch.inf)
         k_GJD, v_GJD = (torch.nn.functional.pad(x, (0, 0, *padding)) for x in (k_GJD, v_GJD))
         keys = BLOCK
-    out = torch.empty((n, heads, dim), dtype=torch.bfloat16)
+    out = torch.empty((n, heads, value_dim), dtype=torch.bfloat16)
     sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
     q_head, q_row, _ = q_HnD.stride()
     k_head, k_row, _ = k_GJD.stride()
@@ -133,6 +133,6 @@ def tree_attention(
         kind = {torch.bool: BOOL_MASK, torch.bfloat16: BF16_MASK, torch.float32: FP32_MASK}[mask_nJ.dtype]
         mask, mask_row = mask_nJ.data_ptr(), mask_nJ.stride(0) * mask_nJ.element_size()
     _attend(q_HnD.data_ptr(), 2 * q_head, 2 * q_row, k_GJD.data_ptr(), 2 * k_head, 2 * k_row, v_GJD.data_ptr(),
-            2 * v_head, 2 * v_row, mask, mask_row, kind, heads, groups, n, keys, dim, scale,
-            0 if sinks_H is None else sinks_H.data_ptr(), out.data_ptr(), workspace(_scratch_size(n, heads // groups, keys, dim)))  # fmt: skip
+            2 * v_head, 2 * v_row, mask, mask_row, kind, heads, groups, n, keys, dim, value_dim, scale,
+            0 if sinks_H is None else sinks_H.data_ptr(), out.data_ptr(), workspace(_scratch_size(n, heads // groups, keys, dim, value_dim)))  # fmt: skip
     return out

@@ -3,7 +3,8 @@
 out[t, h] = sum_j softmax_j(scale * q[h, t] . k[g, j] + mask[t, j]) v[g, j], with g the key-value head of h. A sink of the head,
 where there is one, takes part in the softmax as one more logit without a value.
 
-Shapes: n rows, H query heads, G key-value heads, J keys (cached rows first, then the n new ones), D head dimension.
+Shapes: n rows, H query heads, G key-value heads, J keys (cached rows first, then the n new ones), D head dimension;
+values, and so the output, may have another one.
 """
 
 from __future__ import annotations
