@@ -1,4 +1,4 @@
-"""Which architectures of transformers work as targets: `python -m ecospec_runtime.architectures` tries each and prints the table.
+"""Which architectures of transformers work as targets: `ecospec-runtime architectures` tries each and prints the table.
 
 Of every architecture a tiny random instance is saved, loaded as any target is, and decoded greedily through trees that
 hold wrong siblings at every depth; it *works* if the text is the one of transformers' `generate(do_sample=False)` token
@@ -17,11 +17,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import transformers
-import typer
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ecospec_runtime.config import GenerationConfig
-from ecospec_runtime.console import check_writable, console, handled, note
+from ecospec_runtime.console import check_writable, console, note
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.target import Target
@@ -303,7 +302,7 @@ def markdown(results: Iterable[Result]) -> str:
     """The page of the docs."""
     rows = [f"| {r.architecture} | `{r.model_type}` | {_word(r)} | {r.why} |" for r in results]
     return (
-        f"# Architectures\n\nWhat `python -m ecospec_runtime.architectures` found with transformers {transformers.__version__}: "
+        f"# Architectures\n\nWhat `ecospec-runtime architectures` found with transformers {transformers.__version__}: "
         "a tiny random instance of each\narchitecture is saved, loaded and decoded through draft trees. It **works** if the text "
         "is that of\n`generate(do_sample=False)` token for token in float32 and the routing read is what its routers chose; "
         "anything\nelse is refused when it is loaded, with the line shown. An architecture that is not listed is checked in the same "
@@ -318,16 +317,8 @@ def _word(result: Result) -> str:
     return "works" if result.works else "refused"
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-@app.command()
-@handled
-def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Model types to try, e.g. gpt_oss; default: all.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the table as markdown to this file.")] = None,
-) -> None:
-    """Try every architecture on a tiny random instance (about half a second each) and print which work."""
+def report(names: list[str] | None = None, out: Path | None = None) -> None:
+    """Try the architectures with these model types (default: all), print which work, and write the page `out`. Raises UserError."""
     check_writable(out)
     unknown = sorted(set(names or ()) - {entry.model_type for entry in ARCHITECTURES})
     if unknown:
@@ -347,7 +338,3 @@ def main(
     console().print(table)
     if out is not None:
         out.write_text(markdown(results), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    app()

@@ -1,4 +1,4 @@
-"""`ecospec-runtime generate | bench | doctor | inspect`: a bundle in, text, figures and answers out."""
+"""`ecospec-runtime generate | bench | doctor | inspect | architectures`: a bundle in, text, figures and answers out."""
 
 from __future__ import annotations
 
@@ -290,6 +290,18 @@ def inspect(
     write_json(json_file, {"bundle": str(bundle), "manifest": loaded.manifest.model_dump(mode="json"),
                            "policies": {k: p.model_dump(mode="json") for k, p in loaded.policies.items()}})  # fmt: skip
     console().print(summary(loaded))
+
+
+@app.command()
+@handled
+def architectures(
+    names: Annotated[list[str] | None, typer.Argument(help="Model types to try, e.g. gpt_oss; default: all.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the table as Markdown to this file.")] = None,
+) -> None:
+    """Try every architecture that transformers has on a tiny random instance; print which work and why others do not."""
+    from ecospec_runtime.architectures import report
+
+    report(names, out)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from ecospec_runtime import architectures, selfcheck
 from ecospec_runtime.architectures import ARCHITECTURES, Architecture, attempt, markdown, save
+from ecospec_runtime.cli import app
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
 
@@ -37,7 +38,7 @@ def test_architecture_does_what_the_page_says(entry: Architecture) -> None:
         assert REFUSED[entry.model_type] in result.why
     if SAME_VERSION:
         row = markdown([result]).splitlines()[-1]
-        assert row in PAGE.splitlines(), "run: python -m ecospec_runtime.architectures --out docs/architectures.md"
+        assert row in PAGE.splitlines(), "run: ecospec-runtime architectures --out docs/architectures.md"
 
 
 def test_page_has_the_rows_of_the_table() -> None:
@@ -47,7 +48,7 @@ def test_page_has_the_rows_of_the_table() -> None:
 
 def test_command_prints_and_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        architectures.app(["olmoe", "--out", str(tmp_path / "a.md")])
+        app(["architectures", "olmoe", "--out", str(tmp_path / "a.md")])
     assert caught.value.code == 0
     assert "OlmoeForCausalLM" in capsys.readouterr().out
     assert "| OlmoeForCausalLM | `olmoe` | works |" in (tmp_path / "a.md").read_text()
@@ -55,7 +56,7 @@ def test_command_prints_and_writes_the_table(tmp_path: Path, capsys: pytest.Capt
 
 def test_unknown_name_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        architectures.app(["olmo"])
+        app(["architectures", "olmo"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
 
