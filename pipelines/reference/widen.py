@@ -8,8 +8,8 @@ Each expert's hidden units are repeated k times (k a power of two) and its down 
 exactly: same output, routing and acceptance, k times the bytes to read. Units beyond that are zero: they are read like
 any other and add exactly nothing. Whatever is measured on a widened model must say so.
 
-Qwen-MoE, DeepSeek (its multi-token-prediction layer too: it is as much larger as the layers it stands for) and GPT-OSS,
-whose experts are transposed, interleave gate and up, and have biases.
+Qwen-MoE, DeepSeek (its shared expert and its multi-token-prediction layer too: both are as wide as the routed experts) and
+GPT-OSS, whose experts are transposed, interleave gate and up, and have biases.
 
 Shapes: E experts, M units of an expert, W widened units, D hidden size.
 """
@@ -34,10 +34,13 @@ from torch import Tensor
 from ecospec_runtime.checkpoint import fingerprint, read_config, weight_files
 from ecospec_runtime.errors import UserError
 
-_EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_up_proj|gate_up_proj_bias|gate_proj|up_proj|down_proj)(?:\.weight)?$")
+_EXPERT = re.compile(
+    r"\.(?:shared_)?experts\.(?:\d+\.)?(gate_up_proj|gate_up_proj_bias|gate_proj|up_proj|down_proj)(?:\.weight)?$"
+)
 _INTERLEAVED = ("gpt_oss",)  # model types whose experts are transposed and interleaved
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 CONTEXT = 160  # cached tokens before the timed steps
+LEAST = 448  # units of an expert from which the experts of a reference outgrow a processor's caches
 
 
 def copies(width: int, units: int) -> int:
@@ -66,6 +69,12 @@ def widen_tensor(kind: str, weight: Tensor, width: int, interleaved: bool = Fals
     if kind == "gate_up_proj":
         return torch.cat([widen_tensor("up_proj", half, width) for half in weight.chunk(2, -2)], -2)
     return _widen_units(weight, -2, copies(width, weight.size(-2)), width)
+
+
+def _widened(name: str, kind: str, weight: Tensor, width: int, config: dict[str, Any]) -> Tensor:
+    """A tensor of a model with this config at the new width of its experts; a shared expert is as wide as several."""
+    several = int(config.get("n_shared_experts") or 1) if "shared_experts" in name else 1
+    return widen_tensor(kind, weight, several * width, config.get("model_type") in _INTERLEAVED)
 
 
 def _units_key(config: dict[str, Any]) -> str:
@@ -110,7 +119,7 @@ def widen(source: Path, out: Path, factor: int | None = None, width: int | None 
     weights (`ecospec_widened_from`, a fingerprint) and `ecospec_widened_factor` (W / M). Raises UserError.
     """
     saved = read_config(source, "source")
-    key, interleaved = _units_key(saved), saved.get("model_type") in _INTERLEAVED
+    key = _units_key(saved)
     units = saved.get(key) or 0
     if factor is not None:
         if factor < 1 or factor & (factor - 1):
@@ -133,7 +142,7 @@ def widen(source: Path, out: Path, factor: int | None = None, width: int | None 
         file = f"model-{group}.safetensors"
         for name in list(tensors):
             if match := _EXPERT.search(name):
-                tensors[name] = widen_tensor(match[1], tensors[name], width, interleaved)
+                tensors[name] = _widened(name, match[1], tensors[name], width, saved)
         save_file({name: t.contiguous() for name, t in tensors.items()}, out / file, {"format": "pt"})
         size += sum(t.numel() * t.element_size() for t in tensors.values())
         index |= dict.fromkeys(tensors, file)
@@ -157,10 +166,10 @@ def _with_width(folder: Path, width: int) -> Any:
     from ecospec_runtime.target import Target
 
     target = Target.from_pretrained(folder, dtype="bfloat16")
-    interleaved = target.config.model_type in _INTERLEAVED
+    config = read_config(folder, "source")
     for name, parameter in target.model.named_parameters():
         if match := _EXPERT.search(f".{name}"):
-            parameter.data = widen_tensor(match[1], parameter.data, width, interleaved)
+            parameter.data = _widened(name, match[1], parameter.data, width, config)
     install(target.model)  # again: it arranges the matrices that the kernels read
     return target
 
@@ -168,7 +177,7 @@ def _with_width(folder: Path, width: int) -> Any:
 def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int = 48) -> tuple[int, dict[str, Any]]:
     """Width at which expert modules take `share` of a plain step on this machine (bf16, one thread), and what was measured.
 
-    Their time is linear in the width once they outgrow the caches, the rest does not depend on it: two widths, in turns.
+    Both their time and the rest's (of a shared expert) are linear in the width once they outgrow the caches: two widths, in turns.
     """
     from ecospec_train.passes import plain_steps, text_tokens
 
@@ -179,7 +188,7 @@ def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int =
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        widths = (8 * units, 16 * units)
+        widths = (max(8 * units, LEAST), 2 * max(8 * units, LEAST))
         targets = [_with_width(folder, width) for width in widths]
         text = text_tokens(targets[0], CONTEXT + (rounds + 1) * steps)
         measured: list[list[tuple[float, float]]] = [[], []]
@@ -191,11 +200,20 @@ def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int =
     finally:
         torch.set_num_threads(threads)
     experts = [statistics.median(e for e, _ in kept) for kept in measured]
-    rest = statistics.median(step - e for kept in measured for e, step in kept)
-    per_unit = (experts[1] - experts[0]) / (widths[1] - widths[0])
-    if per_unit <= 0:
-        raise UserError(f"experts of widths {widths} take {experts} ms, which makes no sense; is the machine busy?")
-    width = round((share / (1 - share) * rest - experts[0] + per_unit * widths[0]) / per_unit / 16) * 16
+    rest = [statistics.median(step - e for e, step in kept) for kept in measured]
+    apart = widths[1] - widths[0]
+    per_unit, rest_per_unit = (experts[1] - experts[0]) / apart, 0.0
+    if config.get("n_shared_experts"):
+        rest_per_unit = max(0.0, (rest[1] - rest[0]) / apart)
+    fixed = statistics.mean(rest) - rest_per_unit * statistics.mean(widths)
+    ratio = share / (1 - share)  # experts over rest
+    steepness = per_unit - ratio * rest_per_unit
+    if steepness <= 0:
+        raise UserError(
+            f"at widths {widths} experts take {experts} ms and the rest {rest} ms, so that no width gives a share of {share}; "
+            "is the machine busy?"
+        )
+    width = round((ratio * fixed - experts[0] + per_unit * widths[0]) / steepness / 16) * 16
     return max(units, width), {"widths": list(widths), "experts_ms": experts, "rest_ms": rest, "ms_per_unit": per_unit}
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from ecospec_runtime.checkpoint import fingerprint
+from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
+from pipelines.reference import mtp
 from pipelines.reference.widen import copies, widen, widen_tensor
 from tests.conftest import tiny_tokenizer
 
@@ -94,3 +97,31 @@ def test_mistakes_are_one_line(tiny_target_dir: Path, tmp_path: Path, size: dict
     with pytest.raises(UserError, match=word) as error:
         widen(tiny_target_dir, tmp_path / "wide", **size)
     assert "\n" not in str(error.value)
+
+
+def test_deepseek(tmp_path: Path) -> None:
+    """Its shared experts and its multi-token-prediction layer are as wide as the routed experts and widen with them."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1, intermediate_size=40,
+        n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2, n_group=4, topk_group=2, moe_intermediate_size=16,
+        initializer_range=0.3, max_position_embeddings=128, pad_token_id=0,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    mtp.save_layer(mtp.new_layer(model), tmp_path / "base", 2, tmp_path / "narrow")
+    wide = widen(tmp_path / "narrow", tmp_path / "wide", factor=2)
+    logits, routing = outputs(wide)
+    expected, expected_routing = outputs(tmp_path / "narrow")
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(routing, expected_routing)
+    pools = []
+    for folder in (tmp_path / "narrow", wide):
+        target = Target.from_pretrained(folder, dtype="float32")
+        drafter = load_drafter(folder, target)
+        sequence = drafter.start()
+        drafter.extend(sequence, TOKENS, torch.randn(len(TOKENS), 32, generator=torch.Generator().manual_seed(1)))
+        pools.append(drafter.expand(sequence, int(TOKENS[-1]), PoolConfig(depth=3, beam=2, width=4)))
+    assert pools[0].tokens.tolist() == pools[1].tokens.tolist()
