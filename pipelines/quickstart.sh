@@ -5,9 +5,8 @@ set -euo pipefail
 VENV=${VENV:-.venv} MODEL=${MODEL:-pipelines/reference/model} RUN=${RUN:-runs/quickstart}
 THREADS=${THREADS:-1} PROMPTS=${PROMPTS:-32} TOKENS=${TOKENS:-48} SCREEN=${SCREEN:-4}
 SET=${SET:-}  # further key=value of the pipeline
-# A head of its own, or the layer in the target's checkpoint: then the widened one drafts for the widened target.
-DRAFTER="$MODEL/drafter" WIDE_DRAFTER="$MODEL/drafter"
-[ -d "$DRAFTER" ] || { DRAFTER="$MODEL/target" WIDE_DRAFTER="$RUN/target"; }
+DRAFTER="$MODEL/drafter"
+[ -d "$DRAFTER" ] || DRAFTER="$MODEL/target"  # a layer in the target's checkpoint drafts
 export OMP_NUM_THREADS=$THREADS TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 PYTHON="$VENV/bin/python"
 export PATH="$(cd "$VENV/bin" && pwd):$PATH"
@@ -27,19 +26,19 @@ step "prompts of held-out packages: one set to learn from, another to be measure
 
 step "harvest, fit, profile, tune, export"
 ecospec-train run pipelines/quickstart.yaml "target=$MODEL/target" "drafter=$DRAFTER" \
-  "prompts=$RUN/harvest.jsonl" "out=$RUN" "profile.target=$RUN/target" "profile.drafter=$WIDE_DRAFTER" $SET
+  "prompts=$RUN/harvest.jsonl" "out=$RUN" "profile.target=$RUN/target" $SET
 
 step "bench: every policy on every prompt, interleaved"
 policies=off
 for acceptance in raw temperature; do
   for budget in $BUDGETS; do policies+=",confidence:budget=$budget,acceptance=$acceptance"; done
 done
-ecospec-runtime bench --bundle "$RUN/bundle" --target "$RUN/target" --drafter "$WIDE_DRAFTER" --prompts "$RUN/bench.jsonl" \
+ecospec-runtime bench --bundle "$RUN/bundle" --target "$RUN/target" --prompts "$RUN/bench.jsonl" \
   --policies "$policies,ratio,throughput,auto" --max-new-tokens "$TOKENS" --screen "$SCREEN" --temperature 0 --temperature 0.7 \
   --threads "$THREADS" --json "$RUN/bench.json" --plots "$RUN/plots" > "$RUN/bench.txt"
 
 step "generate"
-ecospec-runtime generate --bundle "$RUN/bundle" --target "$RUN/target" --drafter "$WIDE_DRAFTER" --threads "$THREADS" \
+ecospec-runtime generate --bundle "$RUN/bundle" --target "$RUN/target" --threads "$THREADS" \
   --prompt "def fibonacci(n):" --max-new-tokens 64 --json "$RUN/generate.json"
 
 step "done"

@@ -222,14 +222,17 @@ def load_mtp(folder: Path, source: str, target: Any, dtype: str = "auto") -> Mtp
         names = find_layer(set(homes), config, where)
         if names is None:
             raise UserError(_nothing_found(where, config))
-        if not folder.samefile(target.folder):
-            _check_same(_read_settings(folder, where), target.config, where, (*_FITS, *_ARITHMETIC))
+        settings = target.config
+        if not folder.samefile(target.folder):  # its own sizes, the target's arithmetic
+            settings = _read_settings(folder, where)
+            _check_same(settings, target.config, where, (*_FITS, *_ARITHMETIC))
+            settings._attn_implementation = target.config._attn_implementation
         block = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
         reader = LayerReader(homes, names, where, tuple(block))
         heads = {"embed_tokens.weight": target.model.get_input_embeddings(),
                  "shared_head.head.weight": target.model.get_output_embeddings()}  # fmt: skip
         reader.check_shared(lambda name: heads[name].weight)
-        module = _build(target, where, dtype, reader)
+        module = _build(target, settings, where, dtype, reader)
     compute.install(module)
     drafter = MtpDrafter(module, target, folder, where)
     _draft_once(drafter, target, where)
@@ -269,9 +272,8 @@ def _check_same(config: Any, target: Any, where: str, keys: tuple[str, ...]) -> 
             )
 
 
-def _layer_config(target: Any, where: str) -> Any:
-    """The target's config for one decoder layer, number 0: full attention, mixture of experts."""
-    config = target.config
+def _layer_config(config: Any, decoder: Any, where: str) -> Any:
+    """The config for one decoder layer, number 0: full attention, mixture of experts."""
     if getattr(config, "num_mtp_layers", None) is not None:
         try:
             config = config.get_mtp_config()
@@ -285,15 +287,16 @@ def _layer_config(target: Any, where: str) -> Any:
     config.num_hidden_layers = 1
     plain = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [plain])
-    rotates = hasattr(target.model.get_decoder(), "rotary_emb")
+    rotates = hasattr(decoder, "rotary_emb")
     if kinds != {"full_attention"} or not rotates or hasattr(config, "chain_hidden_post_norm"):
         raise UserError(f"{where}: MTP with {config.model_type} is not supported: its layers are of another kind")
     return config
 
 
-def _build(target: Any, where: str, dtype: str, reader: LayerReader) -> MtpModule:
-    """The layer with its weights, on the device of the target's final norm."""
-    config, decoder = _layer_config(target, where), target.model.get_decoder()
+def _build(target: Any, settings: Any, where: str, dtype: str, reader: LayerReader) -> MtpModule:
+    """The layer that a config describes, with its weights, on the device of the target's final norm."""
+    decoder = target.model.get_decoder()
+    config = _layer_config(settings, decoder, where)
     kept = target.dtype if dtype == "auto" else DTYPES[dtype]
     assert isinstance(kept, torch.dtype)
     norm = next(kind for kind in type(decoder.norm).__mro__ if kind.__module__ != compute.__name__)

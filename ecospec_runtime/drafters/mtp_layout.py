@@ -157,7 +157,7 @@ class LayerReader:
     def _check_shape(self, name: str, expected: list[int]) -> None:
         shape = list(self.homes[name].get_slice(name).get_shape())
         if shape != expected:
-            raise UserError(f"{self.source}: tensor {name} has shape {shape}, the target's config asks for {expected}")
+            raise UserError(f"{self.source}: tensor {name} has shape {shape}, config.json asks for {expected}")
 
     def check_shared(self, of_target: Callable[[str], Tensor]) -> None:
         """Raise UserError if a separate folder's embedding or output matrix is not the target's: its first rows are read."""

@@ -8,8 +8,9 @@ Each expert's hidden units are repeated k times (k a power of two) and its down 
 exactly: same output, routing and acceptance, k times the bytes to read. Units beyond that are zero: they are read like
 any other and add exactly nothing. Whatever is measured on a widened model must say so.
 
-Qwen-MoE, DeepSeek (its shared expert and its multi-token-prediction layer too: both are as wide as the routed experts) and
-GPT-OSS, whose experts are transposed, interleave gate and up, and have biases.
+Qwen-MoE, DeepSeek (its shared expert too, which is as wide as the routed ones) and GPT-OSS, whose experts are transposed,
+interleave gate and up, and have biases. A multi-token-prediction layer is left out: the narrow folder's drafts for the widened
+target, because it stands for one layer among sixty, not among seven.
 
 Shapes: E experts, M units of an expert, W widened units, D hidden size.
 """
@@ -140,6 +141,8 @@ def widen(source: Path, out: Path, factor: int | None = None, width: int | None 
     size = 0
     for group, tensors in _by_layer(source):
         file = f"model-{group}.safetensors"
+        if group.isdigit() and int(group) >= saved["num_hidden_layers"]:
+            continue
         for name in list(tensors):
             if match := _EXPERT.search(name):
                 tensors[name] = _widened(name, match[1], tensors[name], width, saved)

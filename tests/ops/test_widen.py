@@ -100,7 +100,7 @@ def test_mistakes_are_one_line(tiny_target_dir: Path, tmp_path: Path, size: dict
 
 
 def test_deepseek(tmp_path: Path) -> None:
-    """Its shared experts and its multi-token-prediction layer are as wide as the routed experts and widen with them."""
+    """Its shared experts widen with the routed ones; the narrow multi-token-prediction layer drafts for both targets."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16,
@@ -117,11 +117,13 @@ def test_deepseek(tmp_path: Path) -> None:
     expected, expected_routing = outputs(tmp_path / "narrow")
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(routing, expected_routing)
-    pools = []
+    pools, fingerprints = [], []
     for folder in (tmp_path / "narrow", wide):
         target = Target.from_pretrained(folder, dtype="float32")
-        drafter = load_drafter(folder, target)
+        drafter = load_drafter(tmp_path / "narrow", target)
         sequence = drafter.start()
         drafter.extend(sequence, TOKENS, torch.randn(len(TOKENS), 32, generator=torch.Generator().manual_seed(1)))
         pools.append(drafter.expand(sequence, int(TOKENS[-1]), PoolConfig(depth=3, beam=2, width=4)))
+        fingerprints.append(drafter.fingerprint)
     assert pools[0].tokens.tolist() == pools[1].tokens.tolist()
+    assert len(set(fingerprints)) == 1
