@@ -167,7 +167,7 @@ class Target:
         if len(cache) != past + n:
             raise UserError(f"target {self.source}: {self.architecture} did not fill the cache; it is not supported")
         hidden = self.take_hidden()
-        if not torch.isfinite(hidden.sum()):
+        if not torch.isfinite(hidden.sum(dtype=torch.float32)):
             self._locate(tokens_n, positions_n, attention, cache, past)
         aux = torch.cat([self._aux[i].to(self.device) for i in aux_layers], dim=-1) if aux_layers else None
         used, self._routing = self._routing, []
