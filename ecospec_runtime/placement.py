@@ -58,8 +58,8 @@ def parse_placement(device: str | None = None, device_map: DeviceMap | None = No
         check_device(device or "cpu")
         return Placement(device or "cpu")
     parsed = _parse_map(device_map) if isinstance(device_map, str) else dict(device_map)
-    if isinstance(parsed, dict) and list(parsed) == [""] and parsed[""] != "disk":
-        parsed = f"cuda:{parsed['']}" if isinstance(parsed[""], int) else str(parsed[""])
+    if isinstance(parsed, dict) and list(parsed) == [""] and parsed[""] in ("cpu", "cuda"):
+        parsed = str(parsed[""])  # one device for everything is no map
     if isinstance(parsed, str) and parsed not in STRATEGIES:
         check_device(parsed)
         return Placement(parsed)

@@ -70,6 +70,21 @@ def test_copies_in_the_targets_own_checkpoint_are_not_read(deepseek: Family, tmp
     same(drafted(load_drafter(folder, target), target), drafted(deepseek.drafter, deepseek.target), 1e-6)
 
 
+@pytest.mark.parametrize("away", ["lm_head", "model.norm", "model.embed_tokens"])
+def test_beside_a_target_that_is_offloaded(deepseek: Family, away: str) -> None:
+    parts = [
+        "model.embed_tokens",
+        "model.rotary_emb",
+        "model.norm",
+        "lm_head",
+        *(f"model.layers.{i}" for i in range(LAYERS)),
+    ]
+    target = Target.from_pretrained(
+        deepseek.folder, dtype="float32", device_map={part: "disk" if part == away else "cpu" for part in parts}
+    )
+    same(drafted(load_drafter(deepseek.folder, target), target), drafted(deepseek.drafter, deepseek.target), 1e-6)
+
+
 def test_only_the_layers_own_tensors_are_read(deepseek: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     really = StoredTensor._read
@@ -108,6 +123,13 @@ def test_fp8_blocks_are_the_values_they_stand_for(deepseek: Family, tmp_path: Pa
     setting = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
     low = load_drafter(nextn_folder(tmp_path / "low", deepseek.folder, stored, **setting), deepseek.target)
     exact = load_drafter(nextn_folder(tmp_path / "exact", deepseek.folder, meant), deepseek.target)
+    same(drafted(low, deepseek.target), drafted(exact, deepseek.target), 1e-5)
+    scales = {name: torch.tensor([[126 + i, 128]] * 2, dtype=torch.uint8)[: value.shape[0], : value.shape[1]].contiguous()
+              for i, (name, value) in enumerate(stored.items()) if name.endswith("_scale_inv")}  # fmt: skip
+    as_float = {name: torch.exp2(value.float() - 127) for name, value in scales.items()}
+    bytes_, floats = ({**stored, **scale} for scale in (scales, as_float))
+    low = load_drafter(nextn_folder(tmp_path / "exponents", deepseek.folder, bytes_, **setting), deepseek.target)
+    exact = load_drafter(nextn_folder(tmp_path / "floats", deepseek.folder, floats, **setting), deepseek.target)
     same(drafted(low, deepseek.target), drafted(exact, deepseek.target), 1e-5)
     del stored["model.layers.0.mlp.experts.2.up_proj.weight_scale_inv"]
     with pytest.raises(UserError, match=r"experts\.2\.up_proj\.weight_scale_inv are missing"):
