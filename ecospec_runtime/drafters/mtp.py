@@ -11,7 +11,6 @@ Legend of shapes: m and n rows, P committed rows, H hidden, V vocabulary, b node
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,9 +28,10 @@ from transformers import AutoConfig, modeling_layers
 from ecospec_kernels.draft_propose.reference import Proposals, best_tokens
 from ecospec_kernels.draft_tree.reference import Shape, grow
 from ecospec_runtime import compute
-from ecospec_runtime.cache import GrowingLayer, TargetCache
+from ecospec_runtime.cache import GrowingLayer, TargetCache, cache_argument
 from ecospec_runtime.checkpoint import DTYPES, fingerprint, read_config
 from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.drafters.base import TreeDrafter
 from ecospec_runtime.drafters.mtp_layout import LayerNames, LayerReader, find_layer, stored_tensors
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.placement import whole_weight
@@ -80,7 +80,7 @@ class MtpSequence:
         self.tokens += tokens
 
 
-class MtpDrafter:
+class MtpDrafter(TreeDrafter):
     """MTP layer ready to draft for the target whose embedding, final norm and output matrix it shares.
 
     See `drafters.base.Drafter` for the methods' contract.
@@ -96,7 +96,7 @@ class MtpDrafter:
         self._norm, self._embedding = decoder.norm, target.model.get_input_embeddings()
         self._head = target.model.get_output_embeddings()
         self._rotary = copy.deepcopy(decoder.rotary_emb)  # some kinds change with the positions they see
-        self._cache_name = _cache_argument(module.layer)
+        self._cache_name = cache_argument(module.layer)
         self._device, self._dtype = target.device, module.dtype
         self._ids = np.arange(self._head.weight.shape[0])
         self.width: int = target.hidden_size
@@ -132,21 +132,12 @@ class MtpDrafter:
             states = self._run(part, hidden[begin : begin + _CHUNK], positions, chain, sequence.cache)
             sequence.append(part, states)
 
-    def expand(
-        self, sequence: MtpSequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> Pool:
-        """The pool below `root_token`, which must be the token of the last row."""
-        if not sequence.tokens or sequence.tokens[-1] != root_token:
-            raise ValueError(f"root token {root_token} is not the token of the last row")
-        return self.expand_many(sequence, [sequence.length - 1], config, temperatures)[0]
-
     @torch.inference_mode()
     def expand_many(
         self, sequence: MtpSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
     ) -> list[Pool]:
         """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
-        if roots and not 0 <= min(roots) <= max(roots) < sequence.length:
-            raise ValueError(f"roots must be in 0..{sequence.length - 1}")
+        self.check_roots(sequence, roots)
         live = roots == [sequence.length - 1]
         cache = sequence.cache if live else TargetCache()
         pools = []
@@ -355,8 +346,3 @@ def _rewind(cache: TargetCache, whole: TargetCache, rows: int) -> None:
         layer = whole.inner.layers[0]
         assert isinstance(layer, GrowingLayer)
         cache.inner.update(layer.keys[:, :, have:rows], layer.values[:, :, have:rows], 0)
-
-
-def _cache_argument(layer: nn.Module) -> str:
-    """`cache` in new transformers releases, `past_key_values` in older ones."""
-    return "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
