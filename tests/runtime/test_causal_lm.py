@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from ecospec_kernels import dispatch
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.causal_lm import CHUNK, DraftModel
@@ -195,11 +197,20 @@ def test_a_pool_is_cut_by_reach_as_it_grows(drafter: Any) -> None:
     assert len(cut) == 6
 
 
-def test_bfloat16_runs_through_the_kernels(folder: Path, target: Target) -> None:
+def test_bfloat16_runs_through_the_kernels(drafter: Any, folder: Path, target: Target) -> None:
+    """And every node of its tree is about as likely as in float32."""
     rounded: Any = load_drafter(folder, target, "bfloat16")
     assert rounded.model.dtype == torch.bfloat16
+    calls = Counter(dispatch.CALLS)
     pool = rounded.expand(told(rounded, TEXT), TEXT[-1], SHAPE)
-    assert np.isfinite(pool.log_probs).all()
+    if dispatch.ENABLED:
+        assert set(dispatch.CALLS - calls) == {("few_row_linear", "cpu"), ("rms_norm", "cpu")}
+    paths: dict[int, list[int]] = {-1: []}
+    for i, (token, parent) in enumerate(zip(pool.tokens.tolist(), pool.parents.tolist(), strict=True)):
+        exact = plain(drafter, TEXT + paths[parent])
+        assert exact.std() > 1, "otherwise any log p would be close"
+        assert pool.log_probs[i] == pytest.approx(float(exact[token]), abs=0.15)
+        paths[i] = [*paths[parent], token]
     assert pool.states.dtype == np.float32
 
 

@@ -19,7 +19,7 @@ from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.eagle3 import Eagle3Drafter
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.target import Target
-from tests.heads import as_speculators, biases, edit_head, norms, wider
+from tests.heads import biases, edit_head, norms, wider
 
 ROWS = 90  # more than one extension pass
 NODES = ("tokens", "parents", "depths", "ranks", "log_probs", "state_rows")
@@ -135,16 +135,12 @@ def variant(folder: Path, out: Path, name: str) -> tuple[dict[str, Tensor], dict
     return tensors, config
 
 
-@pytest.mark.parametrize("layout", ["flat", "speculators"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_pools_match_a_naive_recomputation(tiny_drafter_dir: Path, tmp_path: Path, target: Target, name: str,
-                                                layout: str) -> None:  # fmt: skip
+def test_pools_match_a_naive_recomputation(tiny_drafter_dir: Path, tmp_path: Path, target: Target, name: str) -> None:
+    """In the flat layout; `test_eagle3_layouts.py` holds the other one to the same pools."""
     tensors, config = variant(tiny_drafter_dir, tmp_path / "head", name)
-    folder, shared = tmp_path / "head", target.model.get_input_embeddings().weight.detach()
-    if layout == "speculators":
-        wide = {"target_hidden_size": 32} if name == "wider" else {}
-        folder = as_speculators(folder, tmp_path / "spec", shared, **wide)
-    drafter: Any = load_drafter(folder, target)
+    shared = target.model.get_input_embeddings().weight.detach()
+    drafter: Any = load_drafter(tmp_path / "head", target)
     tokens, features = rows(9)
     sequence, pieces, calls = drafter.start(), drafter.start(), Counter(dispatch.CALLS)
     drafter.extend(sequence, tokens, features)

@@ -56,10 +56,21 @@ def everything(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None
     biases(tensors, "qkvo")
 
 
-@pytest.mark.parametrize("edit", [plain, everything])
+def norm_before_fc(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """One norm over the three captured states, instead of one for each."""
+    tensors["input_norm.weight"] = norms(96, 11)
+
+
+def older_names(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """The norms of the captured states as older heads call them."""
+    tensors |= {f"aux_norm_{name}.weight": norms(32, 12 + i) for i, name in enumerate(("low", "mid", "high"))}
+
+
+@pytest.mark.parametrize("edit", [plain, everything, norm_before_fc, older_names, wider])
 def test_a_head_drafts_the_same_pool_from_either_layout(make: Make, target: Target, edit: Edit) -> None:
     pools = []
-    for folder in (make("flat", edit), make("speculators", edit)):
+    top = {"target_hidden_size": 32} if edit is wider else {}
+    for folder in (make("flat", edit), make("speculators", edit, **top)):
         drafter: Any = load_drafter(folder, target)
         sequence = drafter.start()
         features = torch.randn(20, 96, generator=torch.Generator().manual_seed(3))

@@ -94,14 +94,6 @@ def test_no_map_is_needed_for_the_full_vocabulary(edited: Callable[[Edit], Path]
     assert set(pool.tokens.tolist()) <= set(range(96))
 
 
-def _absolute(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    tensors["d2t"] = tensors["d2t"] + torch.arange(48)
-
-
-def _shifted(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    tensors["d2t"] = tensors["d2t"] + 1
-
-
 def _without(name: str) -> Edit:
     return lambda tensors, config: tensors.__delitem__(name)
 
@@ -129,18 +121,12 @@ def _tensor(name: str, *shape: int) -> Edit:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_absolute, "absolute"),
-        (_shifted, "contradict"),
-        (_without("d2t"), "d2t is missing"),
         (_without("t2d"), "t2d is missing"),
         (_without("fc.weight"), "fc.weight is missing"),
         (_without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
         (_not_a_number, "fc.weight holds NaN"),
-        (_setting(draft_vocab_size=200), "200 .* larger than the target's 96"),
-        (_setting(vocab_size=128), "128 tokens, the target has 96"),
         (_setting(target_hidden_size=64), "hidden size 64, this one has 32"),
         (_setting(intermediate_size=80), r"down_proj.weight has shape \[32, 64\].*\[32, 80\]"),
-        (_setting(num_hidden_layers=2), "num_hidden_layers"),
         (_setting(hidden_act="gelu"), "gelu"),
         (_setting(norm_output="yes"), "norm_output is .'yes'."),
         (_setting(norm_before_fc=True), "input_norm.weight is missing"),
@@ -169,6 +155,7 @@ def _tensor(name: str, *shape: int) -> Edit:
     ],
 )
 def test_faults_are_refused_by_name(edited: Callable[[Edit], Path], target: Target, edit: Edit, message: str) -> None:
+    """In the flat layout; those that heads of either layout can have are in `test_eagle3_layouts.py`."""
     with pytest.raises(UserError, match=message) as caught:
         load_drafter(edited(edit), target)
     assert "\n" not in str(caught.value)
@@ -201,7 +188,6 @@ def test_shared_embedding_must_fit(edited: Callable[[Edit], Path], target: Targe
     ("config", "kind", "layers", "expected"),
     [
         ({}, "qwen3_moe", 48, (2, 24, 45)),
-        ({}, "qwen3_moe", 7, (2, 3, 4)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 23, 44]}}, "qwen3_moe", 48, (2, 24, 45)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}}, "deepseek_v3", 61, (2, 30, 58)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}}, "deepseek_v3", 61, (2, 30, 58)),
@@ -212,7 +198,10 @@ def test_shared_embedding_must_fit(edited: Callable[[Edit], Path], target: Targe
           "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 23, 44]}}, "qwen3_moe", 48, (2, 24, 45)),
     ],
 )  # fmt: skip
-def test_layer_ids_of_each_format(config: dict[str, Any], kind: str, layers: int, expected: tuple[int, ...]) -> None:
+def test_layer_ids_at_real_layer_counts(
+    config: dict[str, Any], kind: str, layers: int, expected: tuple[int, ...]
+) -> None:
+    """`test_eagle3_layouts.py` has each format, on targets of 7 layers that are run."""
     assert entering_layers(config, kind, layers, "config.json") == expected
 
 

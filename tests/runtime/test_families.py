@@ -200,17 +200,12 @@ def test_greedy_text_for_other_drafters(target: Target, texts: list[list[int]], 
         assert stream.statistics.verified >= 6 * 28
 
 
-# Sampling: see tests/runtime/test_distribution.py for the statistic.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {"temperature": 1.0},
-    "cool": {"temperature": 0.7},
-    "nucleus": {"temperature": 1.0, "top_p": 0.9},
-    "top-k": {"temperature": 1.0, "top_k": 3},
-}
+# Sampling: see tests/runtime/test_distribution.py for the statistic, and for Qwen3-MoE under more settings.
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {"temperature": 1.0}, "nucleus": {"temperature": 1.0, "top_p": 0.9}}
 SAMPLED = 300
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=["deepseek_v3", "gpt_oss"])
 def eight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     """One family with a vocabulary of 8 and two layers."""
     path = tmp_path_factory.mktemp("eight")
@@ -243,7 +238,7 @@ def test_sampled_text_follows_the_targets_distribution(eight: Target, stub_draft
     settings, prompt = SETTINGS[name], [1, 5, 3, 2]
     drafter = stub_drafter(lambda context, path: [7, 0, 4], confidence=0.99)
     drafter.aux_layers = (0, 1, 2)
-    decoder = decoder_for(eight, drafter, "ratio:budget=6" if name in ("plain", "top-k") else "throughput:price=0.5")
+    decoder = decoder_for(eight, drafter, "ratio:budget=6" if name == "plain" else "throughput:price=0.5")
     config = GenerationConfig(max_new_tokens=SAMPLED, eos_token_id=(), seed=11, **settings)
     stream = decoder.generate(prompt, config)
     text = [token.id for token in stream]

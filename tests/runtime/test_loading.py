@@ -1,7 +1,13 @@
-"""Loading holds the weights once: the peak of the resident set, in processes of their own; the benchmark has the fine figures."""
+"""Loading makes no second copy of the weights: the peak of the resident set, in a process of its own.
+
+Weights small enough for a test cannot hold the promised peak of 1.15 times their bytes: `pipelines.benchmark.loading` does.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,19 +17,31 @@ from safetensors.torch import load_file, save_file
 
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.weights import INDEX, checkpoint_files, read_folder
-from pipelines.benchmark.loading import measure
+from pipelines.benchmark.loading import CHILD, write_checkpoint
 
-SMALL = 200  # megabytes of experts: four layers, so that converting one of them shows as a quarter of the whole
-DOUBLED = 1.6  # a second copy, even of the experts alone, is above it
+LAYERS, WIDTH = 4, 256  # 100 megabytes of experts; the matrix in conversion, a sixth of all, comes on top
+COPIED = 1.4  # a second copy, even of two layers' experts, is above it
+TWICE = f"import json, sys\nfor sys.argv in json.loads(sys.argv[1]):\n    exec({CHILD!r}, {{}})"  # one start of Python
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("case", ["bfloat16", "fp8 to bfloat16"])
-def test_no_second_copy(case: str) -> None:
-    row = measure(case, SMALL)
-    assert row["bytes"] > 0.9e6 * SMALL
-    assert 0.9 < row["ratio"] < DOUBLED
+def test_no_second_copy(tmp_path: Path) -> None:
+    """Of weights that are loaded as they are, and of FP8 ones that are dequantised on the way."""
+    arguments = []
+    for quantized in ("", "fp8"):
+        folder = write_checkpoint(tmp_path / f"all{quantized}", "qwen3_moe", LAYERS, torch.bfloat16, quantized, WIDTH)
+        small = write_checkpoint(tmp_path / f"small{quantized}", "qwen3_moe", 1, torch.bfloat16, quantized, width=32)
+        arguments.append(["", str(folder), "bfloat16", str(small)])
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, json.dumps(arguments)], capture_output=True, text=True,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"},  # what malloc keeps for later is no copy
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for row in rows:
+        assert row["bytes"] > 100e6
+        assert 0.9 < row["peak"] / row["bytes"] < COPIED, rows
+    assert len(rows) == 2
 
 
 def test_reads_what_was_saved(tmp_path: Path) -> None:
