@@ -21,7 +21,7 @@ from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.placement import Placement, check_placed, loading_arguments
 from ecospec_runtime.quantization import FP8, MXFP4, dequantized, method_of, stays_quantized
-from ecospec_runtime.weights import StoredTensor, checkpoint_files, read_folder
+from ecospec_runtime.weights import SINGLE, StoredTensor, checkpoint_files, indexed_files, read_folder
 
 DTYPES: dict[str, torch.dtype | str] = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 _WHOLE, _TOTAL = 4 << 20, 2 << 30  # bytes: a tensor up to this size is hashed whole; what is hashed in all, at most
@@ -32,12 +32,15 @@ _HUB_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "tokenizer*"]  # beside w
 def resolve_folder(source: str, role: str) -> Path:
     """Local folder of a checkpoint given as folder or hub id; raises UserError if it is missing or incomplete."""
     folder = Path(source)
-    if not folder.exists():
+    if not source.strip():
+        raise UserError(f"{role}: the name is empty; pass a local folder or a hub id of the form owner/name")
+    if not os.path.exists(folder):  # unlike Path.exists, not an error where the name is too long
         if source.startswith((".", "/", "~")) or source.count("/") != 1:
             raise UserError(f"{role} {source}: no such folder; pass a local folder or a hub id of the form owner/name")
         folder = _download(source, role)
     if not (folder / "config.json").is_file():
         raise UserError(f"{role} {source}: no config.json in this folder; pass the folder of a saved model")
+    refuse_pointers(weight_files(folder), role)
     if not weight_files(folder):
         raise UserError(f"{role} {source}: no weights (*.safetensors or pytorch_model*.bin) beside config.json")
     return folder
@@ -62,16 +65,28 @@ def read_config(folder: Path, role: str) -> dict[str, Any]:
     """Parsed `config.json`; raises UserError if it is not a JSON object."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{role} {folder / 'config.json'}: not readable JSON ({error})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{role} {folder / 'config.json'}: not readable JSON ({first_line(error)})") from None
     if not isinstance(config, dict):
         raise UserError(f"{role} {folder / 'config.json'}: not a JSON object")
     return config
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weight files of a folder, safetensors preferred, in a fixed order."""
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    """Weight files of a folder in a fixed order: model.safetensors, else those of a whole index, else whatever lies there."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    files = sorted(folder.glob("*.safetensors"))
+    indexed = [file for file in files if file.name in indexed_files(folder)]
+    complete = indexed and len(indexed) == len(indexed_files(folder))
+    return (indexed if complete else files) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def refuse_pointers(files: list[Path], role: str) -> None:
+    """Raise UserError for a file that stands for one that git LFS has not fetched."""
+    for file in files:
+        if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
+            raise UserError(f"{role} {file}: a git LFS pointer, not the weights; run `git lfs pull` in that folder")
 
 
 def load_model(folder: Path, source: str, dtype: str, placement: Placement = Placement()) -> Any:
@@ -111,7 +126,7 @@ def load_model(folder: Path, source: str, dtype: str, placement: Placement = Pla
 
 def _load(folder: Path, source: str, dtype: str, placement: Placement, settings: dict[str, Any]) -> tuple[Any, Any]:
     """The model and transformers' loading info."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     arguments: dict[str, Any] = {
         "output_loading_info": True, "ignore_mismatched_sizes": True, **loading_arguments(placement)
     }  # fmt: skip

@@ -22,6 +22,7 @@ class DeviceProfile(BaseModel):
     slug: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # file-name form of device, dtype and threads
     dtype: str
     threads: int = Field(ge=1)
+    drafter: str = ""  # fingerprint of the drafter that was timed; files of older releases do not say
     versions: dict[str, str]
     fixed_ms: Milliseconds
     per_token_ms: Milliseconds

@@ -61,6 +61,11 @@ def parse_placement(device: str | None = None, device_map: DeviceMap | None = No
     if isinstance(parsed, dict) and list(parsed) == [""] and parsed[""] in ("cpu", "cuda"):
         parsed = str(parsed[""])  # one device for everything is no map
     if isinstance(parsed, str) and parsed not in STRATEGIES:
+        if parsed.partition(":")[0] not in ("cpu", "cuda", "mps", "xpu", "meta"):
+            raise UserError(
+                f"--device-map {parsed}: give {', '.join(STRATEGIES)}, a device such as cuda:0, or a map from module names to "
+                "devices as JSON text or file"
+            )
         check_device(parsed)
         return Placement(parsed)
     _needs_accelerate("--device-map")

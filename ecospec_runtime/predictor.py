@@ -116,6 +116,19 @@ def load_manifest(folder: Path) -> PredictorManifest:
     return read_model(folder / MANIFEST_FILE, PredictorManifest, remedy)
 
 
+def same_drafter(fingerprint: str, what: str, predictor: PredictorManifest, folder: Path | None) -> None:
+    """Raise UserError if `what`, made with the drafter of this fingerprint, is put beside a predictor of another one.
+
+    An empty fingerprint on either side, of an older file, says nothing.
+    """
+    made = predictor.drafter
+    if fingerprint and made.get("fingerprint") not in ("", None, fingerprint):
+        raise UserError(
+            f"{what} (drafter {fingerprint[:12]}) and the predictor {folder or ''} (fitted for the {made.get('kind')} drafter "
+            f"{made.get('id')}, {str(made.get('fingerprint'))[:12]}) are of different drafters; make both with one"
+        )
+
+
 def open_session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     """Open an ONNX file on the CPU. Threads do not spin between calls, so that they leave the cores to the target."""
     if not path.is_file():

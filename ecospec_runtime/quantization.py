@@ -182,6 +182,10 @@ def dequantized(
             found[plain] = Mxfp4Weight(tensor, _companion(tensor, plain + _SCALES, tensors, where), dtype)
             used |= {name, plain + _SCALES}
         elif tensor.dtype == torch.float8_e4m3fn:
+            if len(tensor.shape) < 2:
+                raise UserError(
+                    f"{where}: {tensor} is FP8 of shape {list(tensor.shape)}; only matrices are stored so. {REMEDY}"
+                )
             scale = _companion(tensor, name + _SCALE, tensors, where)
             found[name] = Fp8Weight(tensor, scale, block or (tensor.shape[-2], tensor.shape[-1]), dtype)
             used |= {name, name + _SCALE}

@@ -29,6 +29,7 @@ from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.placement import DeviceMap, Placement, forward_parameters, hardware, input_device, parse_placement
 from ecospec_runtime.selfcheck import check
 
+_LENGTH_DEPENDENT = ("dynamic", "longrope")  # types of rotary embeddings
 EMBEDDING_TABLE = 1 << 23  # elements that may be copied for quick host-side look-ups: 32 MB
 
 
@@ -50,6 +51,7 @@ class TargetOutput:
 class Target:
     """A loaded target model with its tokenizer. One pass at a time; see `forward` and `commit`."""
 
+    role = "target"  # what messages call it
     needs_experts = True  # False: a dense model will do, with no experts to record
 
     def __init__(self, model: Any, tokenizer: Any, source: str, folder: Path):
@@ -95,9 +97,13 @@ class Target:
         model = load_model(folder, source, dtype, placement)
         install(model)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"target {source}: no usable tokenizer ({first_line(error)})") from None
+        if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):  # what transformers makes of no files at all
+            raise UserError(
+                f"target {source}: no tokenizer in this folder; copy tokenizer.json and its companions into it"
+            )
         return cls(model, tokenizer, source, folder)
 
     @property
@@ -111,12 +117,16 @@ class Target:
         return fingerprint(self.folder)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids of the generation config, else of the config, else of the tokenizer."""
-        generation = getattr(self.model, "generation_config", None)
-        for holder in (generation, self.config, self.tokenizer):
+        """End-of-sequence ids of the generation config, else of the config, as in transformers' `generate`."""
+        for holder in (getattr(self.model, "generation_config", None), self.config):
             ids = getattr(holder, "eos_token_id", None)
             if ids is not None:
-                return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+                found = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+                if not all(type(i) is int for i in found):
+                    raise UserError(
+                        f"{self.role} {self.source}: eos_token_id {ids!r} of its configuration is not a token id"
+                    )
+                return found
         return ()
 
     def new_cache(self) -> TargetCache:
@@ -166,13 +176,21 @@ class Target:
             logits_to_keep=keep, **{self._cache_name: cache.inner},
         )  # fmt: skip
         if len(cache) != past + n:
-            raise UserError(f"target {self.source}: {self.architecture} did not fill the cache; it is not supported")
+            raise UserError(
+                f"{self.role} {self.source}: {self.architecture} did not fill the cache; it is not supported"
+            )
         hidden = self.take_hidden()
         if not torch.isfinite(hidden.sum(dtype=torch.float32)):
             self._locate(tokens_n, positions_n, attention, cache, past)
         aux = torch.cat([self._aux[i].to(self.device) for i in aux_layers], dim=-1) if aux_layers else None
         used, self._routing = self._routing, []
-        return TargetOutput(output.logits[0].float() if logits else None, hidden, aux, used)
+        values = output.logits[0].float() if logits else None
+        if values is not None and torch.isnan(values.sum()):
+            raise UserError(
+                f"{self.role} {self.source}: NaN in the logits; check the weights of the output matrix (lm_head) or load with "
+                "--dtype float32"
+            )
+        return TargetOutput(values, hidden, aux, used)
 
     def take_hidden(self) -> Tensor:
         """Hidden states `[n, H]` after the final norm of the model's last pass, once."""
@@ -261,7 +279,7 @@ class Target:
                 handle.remove()
         where = f"layer {bad[0]}" if bad else "the final norm"
         raise UserError(
-            f"target {self.source}: NaN or Inf in the hidden states leaving {where}; check the weights of that layer "
+            f"{self.role} {self.source}: NaN or Inf in the hidden states leaving {where}; check the weights of that layer "
             "(damaged or wrongly dequantised file?) or load with --dtype float32"
         )
 
@@ -336,8 +354,24 @@ def _one(values: set[int], what: str, source: str) -> int:
     return values.pop()
 
 
+def _rope_types(config: Any) -> set[str]:
+    """Types of rotary embeddings in a config: one for all layers or one for each type of them."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(part.get("rope_type") or part.get("type")) for part in parts}
+
+
 def _sliding_windows(config: Any, source: str) -> str:
-    """Which layers look through a sliding window: "" none, "all", or "some" (one mask per layer type)."""
+    """Which layers look through a sliding window: "" none, "all", or "some" (one mask per layer type).
+
+    UserError for layers and rotary embeddings that speculation cannot be exact with.
+    """
+    for kind in _rope_types(config):
+        if kind in _LENGTH_DEPENDENT:
+            raise UserError(
+                f"target {source}: rotary embeddings of type '{kind}' change with the length of a pass, so that a rejected token "
+                "leaves traces; it is not supported"
+            )
     types = set(getattr(config, "layer_types", None) or ())
     unknown = types - {"full_attention", "sliding_attention"}
     if unknown:

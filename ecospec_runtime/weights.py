@@ -113,6 +113,14 @@ def _read_header(path: Path) -> Iterator[StoredTensor]:
         )
 
 
+def indexed_files(folder: Path) -> set[str]:
+    """Names of the files in a folder's index; none without a readable one."""
+    try:
+        return {str(name) for name in json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return set()
+
+
 def checkpoint_files(folder: Path, source: str) -> list[Path]:
     """The safetensors files that transformers would load: the single one or those of the index; [] if it has neither."""
     if (folder / SINGLE).is_file():

@@ -30,7 +30,7 @@ from ecospec_runtime.bundle import (
 from ecospec_runtime.config import Config
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.machine import git_commit, versions
-from ecospec_runtime.predictor import METRICS_FILE, PredictorManifest, load_manifest
+from ecospec_runtime.predictor import METRICS_FILE, PredictorManifest, load_manifest, same_drafter
 from ecospec_train.model_card import PLOT, model_card, plot_replay
 
 PREDICTOR_FILES = ("predictor.onnx", "predictor.safetensors", "acceptance.json", METRICS_FILE)
@@ -55,6 +55,8 @@ def export(config: ExportConfig) -> Bundle:
     """Write a bundle and load it back. Raises UserError for missing or foreign inputs, or a folder that is something else."""
     fitted = load_manifest(config.predictor)
     policies = collect_policies(config.policy)
+    for slug, policy in policies.items():
+        same_drafter(policy.profile.drafter, f"the policy for {slug}", fitted, config.predictor)
     target = TargetInfo.model_validate(fitted.target | {"vocabulary_sha256": None})
     target.id = config.target or target.id
     target.vocabulary_sha256 = vocabulary_sha256(load_tokenizer(target.id))

@@ -32,7 +32,7 @@ from ecospec_runtime.machine import device_slug, versions
 from ecospec_runtime.placement import agreed
 from ecospec_runtime.policies import PolicySpec, build_policy
 from ecospec_runtime.pool import Candidates, Pool, pack_masks
-from ecospec_runtime.predictor import Predictor
+from ecospec_runtime.predictor import Predictor, same_drafter
 from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.target import Target
 from ecospec_train.cost_model import PassCost, fit_pass_cost
@@ -132,6 +132,8 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     target = Target.from_pretrained(config.target, config.dtype, device, device_map=config.device_map, tp=config.tp)
     drafter = load_drafter(config.drafter, target, config.dtype)
     predictor = Predictor.from_folder(config.predictor) if config.predictor is not None else None
+    if predictor is not None:
+        same_drafter(drafter.fingerprint, f"drafter {config.drafter}", predictor.manifest, config.predictor)
     text = text_tokens(
         target, max(config.contexts) + max(TEXT, len(DRAFTED) * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1)
     )
@@ -142,7 +144,7 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     )  # fmt: skip
     result = base_profile(target, passes, cost, plain, config)
     drafting = measure_drafting(target, drafter, predictor, text, result, config)
-    result = result.model_copy(update=drafting)
+    result = result.model_copy(update=drafting | {"drafter": drafter.fingerprint})
     for line in complaints(result, passes, predictor is None):
         note(f"profile: {line}")
     write_json(config.out, result.model_dump(mode="json"))

@@ -25,7 +25,7 @@ from ecospec_runtime.gate import DraftGate
 from ecospec_runtime.policies import Policy, PolicySpec, build_policy
 from ecospec_runtime.policies.base import Pausing, deepest
 from ecospec_runtime.pool import Candidates, Floats, Ints, Pool, pack_masks, path_products
-from ecospec_runtime.predictor import Embed, Predictor
+from ecospec_runtime.predictor import Embed, Predictor, same_drafter
 from ecospec_runtime.scoring import Scorer
 from ecospec_train.traces import Traces, TraceShard
 
@@ -101,6 +101,8 @@ def load_rows(
             f"{traces.path}: traces of {manifest.target.id} (weights {manifest.target.fingerprint[:12]}), but the predictor was "
             f"fitted for {made} (weights {weights[:12]}); fit one on these traces"
         )
+    if predictor is not None:
+        same_drafter(manifest.drafter.fingerprint, f"traces {traces.path}", predictor.manifest, None)
     kind: AcceptanceKind = "raw" if predictor is None else "head"
     scorer = Scorer(predictor, kind, manifest.target.moe_layers, manifest.target.experts)
     embed = traces.embedding()

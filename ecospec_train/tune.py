@@ -31,7 +31,7 @@ from ecospec_runtime.console import note, write_json
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.policies import PolicySpec, build_policy, parse_policy
-from ecospec_runtime.predictor import Predictor
+from ecospec_runtime.predictor import Predictor, same_drafter
 from ecospec_train.replay import ReplayResult, ReplayRows, load_rows, replay, replay_at_best_price
 from ecospec_train.steps import Steps
 from ecospec_train.traces import TargetRecord, Traces
@@ -82,6 +82,7 @@ def tune(config: TuneConfig, on_trial: OnTrial | None = None) -> TuneReport:
     profile = load_profile(config.profile)
     predictor = Predictor.from_folder(config.predictor)
     traces = Traces(config.traces)
+    same_drafter(profile.drafter, f"profile {config.profile}", predictor.manifest, config.predictor)
     prepare_folder(config.out)
     tuning_prompts, confirming_prompts = split_prompts(traces, predictor, config)
     study = open_study(config, profile, traces)

@@ -28,13 +28,16 @@ def load_drafter(id_or_folder: str | Path, target: Any, dtype: str = "auto") -> 
         return NgramDrafter(parse_ngram(source), target, source)
     folder = resolve_folder(source, "drafter")
     config = read_config(folder, "drafter")
-    architectures = config.get("architectures") or []
+    said = config.get("architectures") or []
+    architectures = [said] if isinstance(said, str) else list(map(str, said)) if isinstance(said, list) else [str(said)]
     if any("Eagle3" in name for name in architectures) or config.get("speculators_model_type") == "eagle3":
         return load_eagle3(folder, source, target, dtype)
     if has_mtp_layer(folder, config, target):
         return load_mtp(folder, source, target, dtype)
     if any(name.endswith("ForCausalLM") for name in architectures):
         return load_causal_lm(folder, source, target, dtype)
+    if any("NextN" in name or "MTP" in name for name in architectures):
+        raise UserError(f"drafter {source}: no MTP layer in *.safetensors files here; other formats are not read")
     raise UserError(
         f"drafter {source}: architectures {architectures} in config.json is not a supported kind; use an EAGLE-3 head, a "
         "checkpoint with a multi-token-prediction layer, a causal language model with the target's tokenizer, or ngram"

@@ -40,6 +40,7 @@ FEW = 8  # rows whose logits are all computed, to keep those of the last two
 class DraftModel(Target):
     """A language model of any kind behind the passes of `Target`: its masks, its cache, its kernels."""
 
+    role = "drafter"
     needs_experts = False
 
     def _probe(self) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -66,7 +65,7 @@ class HeadConfig:
     def rotary(self) -> tuple[Tensor, float]:
         """Inverse frequencies `[head_dim / 2]` and the factor on cosine and sine."""
         config = LlamaConfig(
-            hidden_size=self.hidden_size, num_attention_heads=self.heads, head_dim=self.head_dim,
+            hidden_size=self.heads * self.head_dim, num_attention_heads=self.heads, head_dim=self.head_dim,
             max_position_embeddings=self.max_positions, rope_parameters=self.rope,
         )  # fmt: skip
         rotary = LlamaRotaryEmbedding(config)
@@ -105,16 +104,40 @@ def read_head_config(folder: Path, target: Any, tensors: dict[str, Tensor]) -> H
             own_embedding="embed_tokens.weight" in tensors,
             notes=tuple(doubts(config, c, ids, biased, target)),
         )
+        check_sizes(head, where)
         head.rotary()
+    except UserError:
+        raise
     except KeyError as error:
+        if " " in str(error.args[0]):  # a sentence of transformers about rotary settings
+            raise UserError(f"{where}: {error.args[0]}") from None
         raise UserError(f"{where}: key {error} is missing; this is not a complete EAGLE-3 config") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # wrong types, and transformers' strict configurations have a family of their own
         raise UserError(f"{where}: unreadable value ({first_line(error)})") from None
     if head.norm_before_fc and head.fc_norm:
         raise UserError(
             f"{where}: norm_before_fc and fc_norm exclude each other; keep the one the head was trained with"
         )
     return head
+
+
+def check_sizes(head: HeadConfig, where: str) -> None:
+    """Raise UserError for numbers that no head can have."""
+    sizes = {
+        "hidden_size": head.hidden_size, "num_attention_heads": head.heads, "num_key_value_heads": head.kv_heads,
+        "head_dim": head.head_dim, "intermediate_size": head.intermediate_size, "vocab_size": head.vocab_size,
+        "draft_vocab_size": head.draft_vocab_size, "max_position_embeddings": head.max_positions,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        if not 0 < value < 1 << 31:
+            raise UserError(f"{where}: {name} is {value}; it must be a positive number")
+    if head.heads % head.kv_heads or head.head_dim % 2:
+        raise UserError(
+            f"{where}: {head.heads} heads of {head.head_dim} over {head.kv_heads} key-value heads do not work out"
+        )
+    theta, factor = float(head.rope["rope_theta"]), float(head.rope.get("factor", 1))
+    if not (0 < head.eps < 1 and 0 < theta < float("inf") and factor > 0):
+        raise UserError(f"{where}: rms_norm_eps {head.eps}, rope_theta {theta} or its factor {factor} is out of range")
 
 
 def check_fit(config: HeadConfig, target: Any, where: str) -> None:
@@ -155,12 +178,24 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         try:
-            loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-        except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            stored = path.suffix == ".safetensors"
+            loaded = load_file(path) if stored else torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:  # its message recommends to load it all the same
+            raise UserError(
+                f"{path}: not a file of tensors, or one that runs code; copy or download it again"
+            ) from None
+        except Exception as error:  # of a damaged file, whatever the unpickler makes of its bytes
             line = first_line(error)
             raise UserError(f"{path}: damaged or unsafe weight file ({line}); copy or download it again") from None
         if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
             raise UserError(f"{path}: not a dictionary of tensors; save the head's state_dict")
+        odd = next(
+            (name for name, value in loaded.items() if value.element_size() == 1 and value.is_floating_point()), None
+        )
+        if odd:
+            raise UserError(
+                f"{path}: {odd} is quantised ({loaded[odd].dtype}); only heads in full precision are supported"
+            )
         tensors |= loaded
     return flat_tensors(tensors, str(folder))
 

@@ -60,7 +60,7 @@ def parse_ngram(source: str) -> NgramConfig:
     values: dict[str, str] = {}
     for part in filter(None, source.partition(":")[2].split(",")):
         key, equals, value = (text.strip() for text in part.partition("="))
-        if not equals or not value or key in values:
+        if not equals or not value or not key or key in values:
             problem = "is given twice" if key in values else "is not key=value"
             raise UserError(f"drafter {source}: '{part}' {problem}; write for example {NAME}:min=1,max=4")
         values[key] = value

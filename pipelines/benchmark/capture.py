@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import tree_mask
 
@@ -38,7 +39,10 @@ def main() -> None:
     worst = 0.0
     print(f"{'dtype':9} {'tokens':>6} {'variant':8} {'plain ms':>8} {'added':>7}  middle half")
     for dtype in ("bfloat16", "float32"):
-        target = Target.from_pretrained(a.target, dtype)
+        try:
+            target = Target.from_pretrained(a.target, dtype)
+        except UserError as error:
+            raise SystemExit(f"error: {error}") from None
         for tokens in (1, 8):
             times = measure(target, tokens, a.context, a.repeats)
             plain = statistics.median(times["plain"])

@@ -58,14 +58,14 @@ print(json.dumps({"bytes": size, "peak": status("VmHWM") - before, "after": stat
 def write_checkpoint(
     folder: Path, family: str, layers: int, dtype: torch.dtype, quantized: str, width: int = WIDTH
 ) -> Path:
-    """A random target of `layers` layers with a tokenizer of one token; `width` is that of its hidden states."""
+    """A random target of `layers` layers with a tokenizer of two tokens; `width` is that of its hidden states."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family, **SHAPE, **FAMILIES[family], hidden_size=width, num_hidden_layers=layers, dtype=dtype
     )
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])), eos_token="a"
+        tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])), eos_token="a"
     ).save_pretrained(folder)
     if quantized:
         tensors = load_file(folder / "model.safetensors")

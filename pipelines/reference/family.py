@@ -18,10 +18,15 @@ import yaml
 
 from pipelines.reference.distill import TEACHER
 
+FAMILIES = Path("pipelines/reference/families")
+
 
 def steps(family: Path, shared: Path, out: Path) -> list[list[str]]:
     """Module and arguments of every step that is still to do."""
     about = yaml.safe_load(family.read_text())
+    missing = sorted({"model_type", "config", "drafter", "minutes"} - set(about or {}))
+    if missing:
+        raise SystemExit(f"error: {family}: key {missing[0]} is missing; compare it with {FAMILIES}/gpt-oss.yaml")
     minutes = {name: ["--minutes", str(value)] for name, value in about["minutes"].items()}
     corpus = ["--corpus", str(shared / "corpus")]
     todo = []
@@ -61,6 +66,9 @@ def main() -> None:
         "--shared", type=Path, default=Path("runs/reference"), help="folder of corpus and teacher's text"
     )
     args = parser.parse_args()
+    if not args.family.is_file():
+        known = ", ".join(sorted(path.stem for path in FAMILIES.glob("*.yaml")))
+        parser.error(f"{args.family}: no such file; the families here are {known}")
     started = time.monotonic()
     for module, *arguments in steps(args.family, args.shared, args.out):
         print(f"\n== {module} ({(time.monotonic() - started) / 60:.0f} min)", flush=True)

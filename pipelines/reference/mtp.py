@@ -121,6 +121,8 @@ def main() -> None:
         parser.error("--init: an MTP layer is trained in one run")
     prepare(args)
     target = load_target(args.target)
+    if not getattr(target.config, "num_mtp_layers", 0):
+        parser.error(f"--target: {type(target).__name__} has no multi-token-prediction layers")
     module = MtpModule(target, new_layer(target), **settings(args))
     layers = target.config.num_hidden_layers
     train(args, module, lambda module: save_layer(module.head, args.target, layers, args.out))

@@ -254,7 +254,9 @@ def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path, target: Ta
     vocabulary = text["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     swapped._tokenizer = type(swapped.backend_tokenizer).from_str(json.dumps(text))
-    assert "2 ids name other tokens, first 67 ('b' here, 'a' there)" in refused(save(tmp_path / "swapped", llama(), swapped), target)
+    assert "2 ids name other tokens, first 67 ('b' here, 'a' there)" in refused(
+        save(tmp_path / "swapped", llama(), swapped), target
+    )
 
 
 def mamba() -> PreTrainedModel:

@@ -67,7 +67,7 @@ def test_a_map_may_stand_in_a_file(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("cpu", "auto"), "--device cpu and --device-map exclude each other"),
-        ((None, "somewhere"), "device 'somewhere' cannot be used here"),
+        ((None, "somewhere"), "--device-map somewhere: give auto, balanced"),
         ((None, "meta"), "device 'meta' cannot be used here"),
         ((None, "nowhere.json"), "--device-map nowhere.json: cannot be read"),
         ((None, '{"model": '), "--device-map: not JSON"),

@@ -20,7 +20,12 @@ class NearlyRightPredictor:
         self.world = World(0)
         self.shapes = SimpleNamespace(layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
         target = {"fingerprint": fingerprint, "id": "invented"}
-        self.manifest = SimpleNamespace(target=target, traces="", heldout_prompts=[])
+        self.manifest = SimpleNamespace(
+            target=target,
+            drafter={"fingerprint": "d" * 64, "kind": "eagle3", "id": "invented"},
+            traces="",
+            heldout_prompts=[],
+        )
         corrections = [SamplingCorrection(temperature=0.0), SamplingCorrection(temperature=1.0, slope=0.8, bias=-0.2)]
         self.acceptance = AcceptanceModel(best="head", temperature=0.7, logistic=LogisticWeights(depth=-0.1, bias=0.3),
                                           sampling=dict.fromkeys(("logistic", "head"), corrections))  # fmt: skip

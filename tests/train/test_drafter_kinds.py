@@ -23,7 +23,7 @@ from ecospec_runtime.engine import Engine
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.pool import Pool
-from ecospec_runtime.predictor import Prediction
+from ecospec_runtime.predictor import Prediction, same_drafter
 from ecospec_runtime.prompts import read_prompts
 from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.target import Target
@@ -172,7 +172,7 @@ class FixedPredictor:
     acceptance = AcceptanceModel(best="head", temperature=1.0, logistic=LogisticWeights(bias=1.0))
 
     def __init__(self, fingerprint: str = ""):
-        self.manifest = SimpleNamespace(target={"fingerprint": fingerprint, "id": ""})
+        self.manifest = SimpleNamespace(target={"fingerprint": fingerprint, "id": ""}, drafter={})
 
     def predict(self, pool: Pool, embed: object) -> Prediction:
         tokens = np.concatenate(([pool.root_token], pool.tokens))[:, None, None]
@@ -274,3 +274,12 @@ def test_drafting_costs_count_what_was_grown() -> None:
     assert costs == pytest.approx(expected)
     nothing: Any = {name: [Sized(1, 0, 0)] for name in pools}
     assert drafting_costs(dict.fromkeys(medians, 1.0), nothing)["draft_level_ms"] == 0
+
+
+def test_stages_of_different_drafters_do_not_mix(tmp_path: Path) -> None:
+    """Predictor, traces, profile and policy say which drafter they were made with."""
+    manifest = SimpleNamespace(drafter={"kind": "ngram", "id": "ngram", "fingerprint": "a" * 64})
+    same_drafter("a" * 64, "traces", manifest, tmp_path)  # type: ignore[arg-type]
+    same_drafter("", "a profile of an older release", manifest, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"traces .drafter bbbb.* and the predictor .*fitted for the ngram drafter"):
+        same_drafter("b" * 64, "traces", manifest, tmp_path)  # type: ignore[arg-type]
