@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
@@ -81,6 +80,8 @@ def test_run_leaves_a_bundle_that_decodes(finished: Path) -> None:
 
 
 def test_every_stage_is_a_run_with_lineage(finished: Path) -> None:
+    import mlflow  # takes two seconds
+
     uri = f"sqlite:///{finished / 'mlruns/mlflow.db'}"
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name(tracking.EXPERIMENT)
