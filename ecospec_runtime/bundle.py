@@ -262,6 +262,18 @@ def check_target(bundle: Bundle, target: Target) -> None:
         )
 
 
+def drafter_of(bundle: Bundle, target: Target) -> str:
+    """The drafter that a bundle names; of a layer in its target's own checkpoint, the one in this target's, wherever it lies."""
+    from ecospec_runtime.checkpoint import read_config
+    from ecospec_runtime.drafters.mtp import layer_names
+
+    drafter = bundle.manifest.drafter
+    own = drafter.kind == "mtp" and drafter.id == bundle.manifest.target.id
+    if own and layer_names(target.folder, read_config(target.folder, "target")) is not None:
+        return target.source
+    return drafter.id
+
+
 def check_drafter(bundle: Bundle, drafter: Drafter) -> None:
     """Refuse a drafter whose pools the predictor has not seen; raises UserError."""
     want, where = bundle.manifest.drafter, bundle.folder / MANIFEST

@@ -5,6 +5,7 @@ Legend of shapes: B batch (1), H key-value heads, R rows, D head dimension, C 2 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -80,3 +81,10 @@ class TargetCache:
         for layer in self.inner.layers:
             assert isinstance(layer, GrowingLayer)
             layer.keep(past + still, index, length)
+
+
+def cache_argument(module: Any) -> str:
+    """What a module's forward calls its cache: `cache` in new transformers releases, `past_key_values` in older ones, "" if
+    it takes none. A wrong name would be swallowed by `**kwargs`."""
+    names = inspect.signature(type(module).forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), "")

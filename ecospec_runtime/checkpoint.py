@@ -87,6 +87,8 @@ def load_model(folder: Path, source: str, dtype: str, placement: Placement = Pla
     try:
         with _silent():
             model, info = _load(folder, source, dtype, placement, settings)
+            if placement.single is not None and placement.tp == 1 and not getattr(model, "is_quantized", False):
+                model = model.to(placement.single)
     except UserError:
         raise
     except SafetensorError as error:
@@ -104,7 +106,7 @@ def load_model(folder: Path, source: str, dtype: str, placement: Placement = Pla
     if model.config._attn_implementation not in ("sdpa", "eager"):
         model.set_attn_implementation("eager")
     check_placed(model, placement, source)
-    return model if placement.single is None or placement.tp > 1 else model.to(placement.single)
+    return model
 
 
 def _load(folder: Path, source: str, dtype: str, placement: Placement, settings: dict[str, Any]) -> tuple[Any, Any]:
@@ -128,7 +130,7 @@ def _load(folder: Path, source: str, dtype: str, placement: Placement, settings:
         return loaded[0], loaded[1]
     tensors = read_folder(files)
     kept = plain_dtype(config, tensors, dtype)
-    stored = dequantized(tensors, settings, source, kept)
+    stored = dequantized(tensors, settings, f"target {source}", kept)
     if method is not None:
         _announce(source, str(method), tensors, stored, kept)
     kind, config = _model_class(config)
@@ -223,17 +225,18 @@ def fingerprint(folder: Path) -> str:
     whole = _WHOLE
     if sum(min(tensor.nbytes, _WHOLE) for tensor in tensors.values()) > _TOTAL:
         whole = min(_WHOLE, _TOTAL // len(tensors))
-    slices = max(2, whole // _SLICE)
+    size = min(_SLICE, whole // 2)
     for name in sorted(tensors):
-        _hash_tensor(digest, tensors[name], slices)
+        _hash_tensor(digest, tensors[name], size, whole // size)
     return digest.hexdigest()
 
 
-def _hash_tensor(digest: Any, tensor: StoredTensor, slices: int) -> None:
+def _hash_tensor(digest: Any, tensor: StoredTensor, size: int, slices: int) -> None:
+    """Of a tensor larger than `slices` times `size` bytes, that many slices."""
     digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
-    if tensor.nbytes <= slices * _SLICE:
+    if tensor.nbytes <= slices * size:
         digest.update(tensor.data(0, tensor.nbytes))
         return
     for i in range(slices):
-        start = i * (tensor.nbytes - _SLICE) // (slices - 1)
-        digest.update(tensor.data(start, _SLICE))
+        start = i * (tensor.nbytes - size) // (slices - 1)
+        digest.update(tensor.data(start, size))

@@ -35,7 +35,9 @@ def gate_of(module: Any) -> Gate | None:
     gates = [Gate(interleaved=not getattr(module, "is_concatenated", True))]
     if hasattr(module, "alpha") and hasattr(module, "limit"):
         gates.append(gates[0]._replace(alpha=module.alpha, limit=module.limit, shift=1.0))
-    x = 6 * torch.randn(8, 64, generator=torch.Generator().manual_seed(0))  # some beyond any clamp
+    x = (
+        torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 4, 8)[:, None]
+    )  # beyond any clamp
     own = module._apply_gate(x)
     return next((g for g in gates if torch.allclose(own, g.apply(x), rtol=1e-4, atol=1e-4)), None)
 

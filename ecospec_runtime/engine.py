@@ -144,7 +144,7 @@ class Engine:
         the bundle was tuned on this device for another number only, which is then set. Raises UserError naming what is
         missing or does not fit.
         """
-        from ecospec_runtime.bundle import check_drafter, check_target, load_bundle
+        from ecospec_runtime.bundle import check_drafter, check_target, drafter_of, load_bundle
         from ecospec_runtime.drafters import load_drafter
         from ecospec_runtime.machine import device_slug
         from ecospec_runtime.policies import parse_policy
@@ -157,7 +157,7 @@ class Engine:
             target = Target.from_pretrained(target or bundle.manifest.target.id, dtype, device)
         check_target(bundle, target)
         if drafter is None or isinstance(drafter, str | Path):
-            loaded = load_drafter(str(drafter or bundle.manifest.drafter.id), target, dtype)
+            loaded = load_drafter(str(drafter or drafter_of(bundle, target)), target, dtype)
         else:
             loaded = drafter
         check_drafter(bundle, loaded)

@@ -58,6 +58,8 @@ def parse_placement(device: str | None = None, device_map: DeviceMap | None = No
         check_device(device or "cpu")
         return Placement(device or "cpu")
     parsed = _parse_map(device_map) if isinstance(device_map, str) else dict(device_map)
+    if isinstance(parsed, dict) and list(parsed) == [""] and parsed[""] in ("cpu", "cuda"):
+        parsed = str(parsed[""])  # one device for everything is no map
     if isinstance(parsed, str) and parsed not in STRATEGIES:
         check_device(parsed)
         return Placement(parsed)
@@ -102,6 +104,15 @@ def _check_map(parsed: dict[str, int | str]) -> None:
             check_device(f"cuda:{value}" if number else str(value))
 
 
+def _command() -> str:
+    """The module whose command line is running."""
+    return (
+        "ecospec_train.cli"
+        if "ecospec-train" in Path(sys.argv[0]).name or "ecospec_train" in sys.argv[0]
+        else "ecospec_runtime.cli"
+    )
+
+
 def _needs_accelerate(option: str) -> None:
     if importlib.util.find_spec("accelerate") is None:
         raise UserError(f"{option} needs the Python package accelerate; install it with: pip install accelerate")
@@ -116,7 +127,7 @@ def _tensor_parallel_device(tp: int, device: str | None, device_map: DeviceMap |
     if processes() != tp:
         raise UserError(
             f"--tp {tp} needs {tp} processes, here {'is' if processes() == 1 else 'are'} {processes()}; start with: "
-            f"torchrun --nproc-per-node {tp} -m ecospec_runtime.cli ... --tp {tp}"
+            f"torchrun --nproc-per-node {tp} -m {_command()} ... --tp {tp}"
         )
     _needs_accelerate("--tp")
     kind = torch.device(device or "cpu").type

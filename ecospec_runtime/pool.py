@@ -50,7 +50,7 @@ class Pool:
 
     def features_of(self, rows: Ints) -> Floats:
         """What the predictor reads at the given states: rows of `states` `[len(rows), d]`, or the one that all share."""
-        return self.states[np.minimum(rows, len(self.states) - 1)]
+        return self.states[np.zeros_like(rows) if len(self.states) == 1 else rows]
 
 
 @dataclass(frozen=True)

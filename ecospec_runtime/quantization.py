@@ -77,7 +77,7 @@ class Fp8Weight:
         """Shape, as transformers asks for it."""
         return list(self.shape)
 
-    def check(self, source: str) -> None:
+    def check(self, where: str) -> None:
         """Raise UserError unless there is one scale for each block."""
         rows, columns = self.shape[-2:]
         grid = (math.ceil(rows / self.block[0]), math.ceil(columns / self.block[1]))
@@ -87,7 +87,7 @@ class Fp8Weight:
         )  # a scale per weight, of any shape
         if self.scale.shape != expected and not whole:
             raise UserError(
-                f"target {source}: {self.scale} has shape {list(self.scale.shape)}, {list(expected)} is one scale per "
+                f"{where}: {self.scale} has shape {list(self.scale.shape)}, {list(expected)} is one scale per "
                 f"{self.block[0]} x {self.block[1]} block of {self.weight.name} {list(self.shape)}; {REMEDY}"
             )
 
@@ -141,12 +141,12 @@ class Mxfp4Weight:
         """Shape, as transformers asks for it."""
         return list(self.shape)
 
-    def check(self, source: str) -> None:
+    def check(self, where: str) -> None:
         """Raise UserError unless blocks and scales fit each other."""
         shape = self.blocks.shape
         if len(shape) != 4 or shape[-1] != GROUP // 2 or self.scales.shape != shape[:-1]:
             raise UserError(
-                f"target {source}: {self.scales} has shape {list(self.scales.shape)}, {self.blocks.name} {list(shape)}; "
+                f"{where}: {self.scales} has shape {list(self.scales.shape)}, {self.blocks.name} {list(shape)}; "
                 f"MXFP4 is blocks [experts, rows, groups, 16] and scales [experts, rows, groups]; {REMEDY}"
             )
 
@@ -167,38 +167,38 @@ Stored = StoredTensor | Fp8Weight | Mxfp4Weight
 
 
 def dequantized(
-    tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], source: str, dtype: torch.dtype
+    tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], where: str, dtype: torch.dtype
 ) -> dict[str, Stored]:
     """The tensors of a checkpoint under their plain names: FP8 and MXFP4 ones are read as `dtype`, others as they are.
 
-    `config` is the parsed config.json. Raises UserError, naming file and tensor, for scales that are missing or do not fit.
+    `config` is the parsed config.json, `where` begins every message. Raises UserError, naming file and tensor, for scales that are missing or do not fit.
     """
-    block = _block_size(config, source)
+    block = _block_size(config, where)
     found: dict[str, Stored] = {}
     used: set[str] = set()
     for name, tensor in tensors.items():
         if name.endswith("_blocks") and tensor.dtype == torch.uint8:
             plain = name.removesuffix("_blocks")
-            found[plain] = Mxfp4Weight(tensor, _companion(tensor, plain + _SCALES, tensors, source), dtype)
+            found[plain] = Mxfp4Weight(tensor, _companion(tensor, plain + _SCALES, tensors, where), dtype)
             used |= {name, plain + _SCALES}
         elif tensor.dtype == torch.float8_e4m3fn:
-            scale = _companion(tensor, name + _SCALE, tensors, source)
+            scale = _companion(tensor, name + _SCALE, tensors, where)
             found[name] = Fp8Weight(tensor, scale, block or (tensor.shape[-2], tensor.shape[-1]), dtype)
             used |= {name, name + _SCALE}
     for stored in found.values():
-        stored.check(source)  # type: ignore[union-attr]
+        stored.check(where)  # type: ignore[union-attr]
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     for name in rest:
         if name.endswith(_SCALES) and name.removesuffix(_SCALES).endswith("_proj") and rest[name].dtype == torch.uint8:
-            raise UserError(f"target {source}: {rest[name]} holds scales of weights that are missing; {REMEDY}")
+            raise UserError(f"{where}: {rest[name]} holds scales of weights that are missing; {REMEDY}")
         if name.endswith(_SCALE) and name.removesuffix(_SCALE) in rest:
-            raise UserError(f"target {source}: {rest[name]} is a scale, but its weight is not stored as FP8; {REMEDY}")
+            raise UserError(f"{where}: {rest[name]} is a scale, but its weight is not stored as FP8; {REMEDY}")
     return found | rest
 
 
-def _companion(tensor: StoredTensor, name: str, tensors: Mapping[str, StoredTensor], source: str) -> StoredTensor:
+def _companion(tensor: StoredTensor, name: str, tensors: Mapping[str, StoredTensor], where: str) -> StoredTensor:
     if name not in tensors:
-        raise UserError(f"target {source}: {tensor} is quantised, and its scales {name} are missing; {REMEDY}")
+        raise UserError(f"{where}: {tensor} is quantised, and its scales {name} are missing; {REMEDY}")
     return tensors[name]
 
 
@@ -208,11 +208,11 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return entry if isinstance(entry, Mapping) else None
 
 
-def _block_size(config: Mapping[str, Any], source: str) -> tuple[int, int] | None:
+def _block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     """`weight_block_size`; None means one scale per weight."""
     size = (_settings(config) or {}).get("weight_block_size")
     if size is None:
         return None
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
-        raise UserError(f"target {source}: config.json: weight_block_size {size!r} is not two positive numbers")
+        raise UserError(f"{where}: config.json: weight_block_size {size!r} is not two positive numbers")
     return size[0], size[1]

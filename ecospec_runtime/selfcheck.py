@@ -41,25 +41,24 @@ TAIL = 3  # tokens of a last pass, after the branch
 def check(target: Target) -> list[Tensor]:
     """Raises UserError unless tree passes through our cache give the model's own hidden states.
 
-    Returns the routing `[n, K]` of each MoE layer in the first pass.
+    Returns the routing `[n, K]` of each MoE layer in the first pass. A text that fails is tried once more with other tokens:
+    two experts that nearly tie may change places with the shape of a pass.
     """
     try:
-        with short_windows(target.config), torch.inference_mode():
-            routing, ours, tokens = _through_our_cache(target)
-            target.model(input_ids=tokens[None], use_cache=False, logits_to_keep=1)
-            plain = target.take_hidden()
-            if plain.shape != ours.shape:
-                raise ValueError(f"final hidden states of shape {list(plain.shape)} for {len(tokens)} tokens")
+        routing, worst = _compare(target, 0)
+        if not worst <= _limit(target):
+            worst = min(worst, _compare(target, 1)[1])
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"target {target.source}: out of memory on {target.device} in the check at load; free memory, or spread the target "
+            "with --device-map auto"
+        ) from None
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         raise UserError(
             f"target {target.source}: {target.architecture} does not take EcoSpec's cache and masks "
             f"({type(error).__name__}: {first_line(error)}); it is not supported"
         ) from error
-    error_n = (ours - plain).float().norm(dim=-1) / plain.float().norm(dim=-1)
-    exact = target.dtype == torch.float32
-    branch, after = error_n[1 - len(KEPT) - TAIL : -TAIL], error_n[-TAIL:]
-    worst = float(error_n.max() if exact else max(error_n.median(), branch.min(), after.min()))
-    if not worst <= (CLOSE if exact else FAR):
+    if not worst <= _limit(target):
         raise UserError(
             f"target {target.source}: {target.architecture} computes other hidden states in a tree pass than in a plain one "
             f"(by {worst:.0%}): it attends or keeps state in a way that EcoSpec does not know; it is not supported"
@@ -67,11 +66,31 @@ def check(target: Target) -> list[Tensor]:
     return routing
 
 
-def _through_our_cache(target: Target) -> tuple[list[Tensor], Tensor, Tensor]:
+def _limit(target: Target) -> float:
+    return CLOSE if target.dtype == torch.float32 else FAR
+
+
+def _compare(target: Target, shift: int) -> tuple[list[Tensor], float]:
+    """Routing of the first pass, and how far off the rows that count are, on the `shift`th text."""
+    with short_windows(target.config), torch.inference_mode():
+        routing, ours, tokens = _through_our_cache(target, shift)
+        target.model(input_ids=tokens[None], use_cache=False, logits_to_keep=1)
+        plain = target.take_hidden()
+    if plain.shape != ours.shape:
+        raise ValueError(f"final hidden states of shape {list(plain.shape)} for {len(tokens)} tokens")
+    error_n = (ours - plain).float().norm(dim=-1) / plain.float().norm(dim=-1)
+    if target.dtype == torch.float32:
+        return routing, float(error_n.max())
+    branch, after = error_n[1 - len(KEPT) - TAIL : -TAIL], error_n[-TAIL:]
+    return routing, float(max(error_n.median(), branch.min(), after.min()))
+
+
+def _through_our_cache(target: Target, shift: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """Run the text in pieces; returns the first pass's routing, hidden states `[n, H]` of the kept rows, token ids `[n]`."""
     device = target.device
     past, count = sum(CHUNKS), sum(CHUNKS) + 1 + len(PARENTS) + TAIL
-    every = torch.arange(1, count + 1, device=device) * (target.vocab_size // (count + 1))  # spread: few special tokens
+    spread = target.vocab_size // (count + 1)  # over the vocabulary: few special tokens
+    every = torch.arange(1, count + 1, device=device) * spread + shift * max(1, spread // 2)
     cache = target.new_cache()
     first = target.forward(every[: CHUNKS[0]], _positions(0, CHUNKS[0], device), None, cache, routing=True)
     second = target.forward(every[CHUNKS[0] : past], _positions(CHUNKS[0], past, device), None, cache)

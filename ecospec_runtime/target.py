@@ -7,7 +7,6 @@ K top-k, A auxiliary layers.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from transformers import AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ecospec_runtime.cache import TargetCache
+from ecospec_runtime.cache import TargetCache, cache_argument
 from ecospec_runtime.checkpoint import fingerprint, load_model, read_config, resolve_folder
 from ecospec_runtime.compute import install
 from ecospec_runtime.errors import UserError, first_line
@@ -67,7 +66,9 @@ class Target:
         self.expert_modules = _experts_modules(self._decoder, self.architecture, source) if moe else []
         self.moe_layers = len(self.expert_modules)
         self.experts = _one({m.num_experts for m in self.expert_modules}, "expert counts", source) if moe else 0
-        self._cache_name = _cache_argument(model, source)
+        self._cache_name = cache_argument(model)
+        if not self._cache_name:
+            raise UserError(f"target {source}: {self.architecture}.forward takes no cache; it is not supported")
         self._windows = _sliding_windows(self.config, source)
         self._armed: tuple[tuple[int, ...], bool] = ((), False)
         self._handles: list[Any] = []
@@ -167,7 +168,7 @@ class Target:
         if len(cache) != past + n:
             raise UserError(f"target {self.source}: {self.architecture} did not fill the cache; it is not supported")
         hidden = self.take_hidden()
-        if not torch.isfinite(hidden.sum()):
+        if not torch.isfinite(hidden.sum(dtype=torch.float32)):
             self._locate(tokens_n, positions_n, attention, cache, past)
         aux = torch.cat([self._aux[i].to(self.device) for i in aux_layers], dim=-1) if aux_layers else None
         used, self._routing = self._routing, []
@@ -333,15 +334,6 @@ def _one(values: set[int], what: str, source: str) -> int:
     if len(values) != 1:
         raise UserError(f"target {source}: its MoE layers have different {what} {sorted(values)}; it is not supported")
     return values.pop()
-
-
-def _cache_argument(model: nn.Module, source: str) -> str:
-    """`cache` in new transformers releases, `past_key_values` in older ones; a wrong name would be swallowed."""
-    parameters = inspect.signature(model.forward).parameters
-    for name in ("cache", "past_key_values"):
-        if name in parameters:
-            return name
-    raise UserError(f"target {source}: {type(model).__name__}.forward takes no cache; it is not supported")
 
 
 def _sliding_windows(config: Any, source: str) -> str:

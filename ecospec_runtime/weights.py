@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ecospec_runtime.errors import UserError
@@ -25,7 +25,7 @@ OWN_PAGES = 64 << 10  # bytes from which a tensor gets pages of its own
 TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
 
@@ -88,7 +88,8 @@ def own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = dtype.itemsize * int(torch.Size(shape).numel())
     if size < OWN_PAGES:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(dtype).reshape(shape)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    return torch.frombuffer(mmap.mmap(-1, size, **private), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def read_folder(paths: list[Path]) -> dict[str, StoredTensor]:
@@ -106,7 +107,7 @@ def _read_header(path: Path) -> Iterator[StoredTensor]:
         if name == "__metadata__":
             continue
         if entry["dtype"] not in TYPES:
-            raise SafetensorError(f"{name} has type {entry['dtype']}, which is not supported")
+            raise UserError(f"{path}: tensor {name} has type {entry['dtype']}, which is not supported")
         yield StoredTensor(
             path, name, TYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
         )

@@ -250,8 +250,7 @@ class HarvestModule(L.LightningModule):
         self, target: Target, drafter: Drafter, config: HarvestConfig, prompts: list[Prompt], callback: TraceCallback
     ) -> None:
         super().__init__()
-        self.model = target.model
-        self.target, self.config, self.prompts = target, config, prompts
+        self.target, self.config, self.prompts = target, config, prompts  # no submodule: Lightning would move it
         self.recorder = Recorder(
             target,
             drafter,

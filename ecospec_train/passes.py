@@ -85,10 +85,11 @@ def run_pass(target: Target, drafter: Drafter, one: Rows, cache: Any) -> float:
 def plain_steps(target: Target, text: list[int], context: int, steps: int) -> tuple[float, float]:
     """Median ms that a plain step along `text` spends in expert modules, and that it takes, after `context` tokens."""
     cache = prefilled(target, text[:context])
+    devices = {p.device for p in target.model.parameters() if p.device.type == "cuda"}
 
     def now() -> float:
-        if target.device.type == "cuda":
-            torch.cuda.synchronize(target.device)
+        for device in devices:
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     marks: list[float] = []

@@ -95,7 +95,8 @@ def node_table(shard: TraceShard, temperature: float, target_temperatures: tuple
     parents = spread(shard.parents + 1 + roots[of], -1)
     state_rows = spread(shard.state_rows + states[of], states)
     first, last = shard.feature_offsets[:-1], shard.feature_offsets[1:] - 1
-    feature_rows = spread(np.minimum(shard.state_rows + first[of], last[of]), first)
+    shared = (first == last)[of]  # one row of features for all nodes of a position
+    feature_rows = spread(first[of] + np.where(shared, 0, shard.state_rows), first)
     tokens = spread(shard.tokens, shard.root_token)
     scalars = np.zeros((nodes + positions, 4), np.float32)
     scalars[is_node, 0], scalars[is_node, 1], scalars[is_node, 2] = shard.log_probs, shard.ranks, shard.depths

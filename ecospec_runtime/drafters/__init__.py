@@ -31,7 +31,7 @@ def load_drafter(id_or_folder: str | Path, target: Any, dtype: str = "auto") -> 
     architectures = config.get("architectures") or []
     if any("Eagle3" in name for name in architectures) or config.get("speculators_model_type") == "eagle3":
         return load_eagle3(folder, source, target, dtype)
-    if has_mtp_layer(folder, config) or folder.samefile(target.folder):
+    if has_mtp_layer(folder, config, target):
         return load_mtp(folder, source, target, dtype)
     if any(name.endswith("ForCausalLM") for name in architectures):
         return load_causal_lm(folder, source, target, dtype)

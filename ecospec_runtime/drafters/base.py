@@ -51,3 +51,25 @@ class Drafter(Protocol):
     ) -> list[Pool]:
         """One pool per row index in `roots`, each as `expand` would have built it when that row was the last."""
         ...
+
+
+class TreeDrafter:
+    """What every kind does alike. A sequence has `tokens` and `length`, its number of rows."""
+
+    def expand(self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()) -> Pool:
+        """The pool below `root_token`, which must be the token of the last row."""
+        if not sequence.tokens or sequence.tokens[-1] != root_token:
+            raise ValueError(f"root token {root_token} is not the token of the last row")
+        return self.expand_many(sequence, [sequence.length - 1], config, temperatures)[0]
+
+    def expand_many(
+        self, sequence: Any, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
+    ) -> list[Pool]:
+        """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check_roots(sequence: Any, roots: list[int]) -> None:
+        """ValueError unless these are rows of the sequence."""
+        if roots and not 0 <= min(roots) <= max(roots) < sequence.length:
+            raise ValueError(f"roots must be in 0..{sequence.length - 1}")

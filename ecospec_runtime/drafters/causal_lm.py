@@ -1,4 +1,4 @@
-"""Causal LM drafter: any smaller transformers language model with the target's tokenizer.
+"""Causal LM drafter: any smaller transformers language model with the target's tokenizer, or nearly.
 
 It keeps a cache of its own beside the target's. Row j of a sequence carries the token at position j + 1, so that the prompt's
 first token never reaches it: where its tokenizer begins every text with a token of its own (as Llama's does), that one takes
@@ -10,6 +10,7 @@ Legend: m rows, H hidden size of the target, V vocabulary that is proposed from,
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from ecospec_kernels.draft_tree.reference import Shape, grow
 from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.checkpoint import fingerprint, read_config
 from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.drafters.base import TreeDrafter
 from ecospec_runtime.drafters.features import HiddenRows
+from ecospec_runtime.drafters.vocabulary import check_vocabulary
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Ints, Pool
 from ecospec_runtime.selfcheck import check
@@ -54,8 +57,13 @@ class CausalSequence:
     tokens: list[int]
     logits: Tensor | None = None  # [2, V] after the last two rows; zeros stand for a row that is not there
 
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return len(self.hidden)
 
-class CausalLMDrafter:
+
+class CausalLMDrafter(TreeDrafter):
     """A language model ready to draft for one target; see `drafters.base.Drafter` for the methods' contract."""
 
     kind = "causal_lm"
@@ -70,11 +78,12 @@ class CausalLMDrafter:
         self._vocabulary = min(model.vocab_size, target.vocab_size)
         self._ids = np.arange(self._vocabulary)
         self._first = first_tokens(model.tokenizer)
+        self._positions: int = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
         self.check(target)
 
     def check(self, target: Any) -> None:
         """Raise UserError if the tokenizers differ or the states of its pools would not be this target's."""
-        check_tokenizers(self.source, self.model.tokenizer, target.tokenizer)
+        check_vocabulary(self.model.tokenizer.get_vocab(), target, f"drafter {self.source}")
         if target.hidden_size != self.width:
             raise UserError(f"drafter {self.source}: loaded for a target of another hidden size; load it again")
 
@@ -91,6 +100,9 @@ class CausalLMDrafter:
         sequence.hidden.append(features_mF)
         if not sequence.tokens:
             tokens = [*self._first, *tokens]
+        if len(sequence.tokens) + len(tokens) > self._positions:  # it drafts no more
+            sequence.tokens += tokens
+            return
         quiet = len(tokens) - 2 if len(tokens) > FEW else 0
         ends = [*range(CHUNK, quiet, CHUNK), quiet] if quiet else []
         for start, end in zip([0, *ends], [*ends, len(tokens)], strict=True):
@@ -101,26 +113,19 @@ class CausalLMDrafter:
                 before = logits.new_zeros(2, logits.shape[1]) if sequence.logits is None else sequence.logits
                 sequence.logits = torch.cat((before, logits))[-2:]
 
-    def expand(
-        self, sequence: CausalSequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> Pool:
-        """The pool below `root_token`, which must be the token of the last row."""
-        if not sequence.tokens or sequence.tokens[-1] != root_token:
-            raise ValueError(f"root token {root_token} is not the token of the last row")
-        return self.expand_many(sequence, [len(sequence.hidden) - 1], config, temperatures)[0]
-
     @torch.inference_mode()
     def expand_many(
         self, sequence: CausalSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
     ) -> list[Pool]:
         """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
-        if roots and not 0 <= min(roots) <= max(roots) < len(sequence.hidden):
-            raise ValueError(f"roots must be in 0..{len(sequence.hidden) - 1}")
+        self.check_roots(sequence, roots)
         return [self._pool(sequence, root, config, temperatures) for root in roots]
 
     def _pool(self, sequence: CausalSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
-        """The pool of row `root`; the cache is left as it was."""
+        """The pool of row `root`, empty where the text is longer than the model can read; the cache is left as it was."""
         at = root + len(sequence.tokens) - len(sequence.hidden)
+        if len(sequence.tokens) + config.depth > self._positions:
+            return self._nothing(sequence, root, at, temperatures)
         latest = self._root_logits(sequence, at)
         width = min(config.width, self._vocabulary)
 
@@ -143,6 +148,16 @@ class CausalLMDrafter:
         return Pool(
             root_token=sequence.tokens[at], temperatures=temperatures,
             **tree._asdict() | {"states": sequence.hidden.shown(root)},
+        )  # fmt: skip
+
+    @staticmethod
+    def _nothing(sequence: CausalSequence, root: int, at: int, temperatures: tuple[float, ...]) -> Pool:
+        """An empty pool."""
+        none, some = np.zeros(0, np.int64), np.zeros(2, np.float32)
+        return Pool(
+            tokens=none, parents=none, depths=none, ranks=none, log_probs=some[:0], state_rows=none, entropies=some,
+            states=sequence.hidden.shown(root), root_token=sequence.tokens[at], temperatures=temperatures,
+            log_normalizers=np.zeros((2, len(temperatures)), np.float32),
         )  # fmt: skip
 
     def _root_logits(self, sequence: CausalSequence, at: int) -> Tensor:
@@ -181,21 +196,6 @@ def first_tokens(tokenizer: Any) -> list[int]:
     """The begin-of-text token as a list, if the tokenizer puts one before every text; else nothing."""
     begin = tokenizer.bos_token_id
     return [begin] if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else []
-
-
-def check_tokenizers(source: str, drafter: Any, target: Any) -> None:
-    """Raise UserError unless both tokenizers have the same tokens under the same ids. Embeddings may be padded at will."""
-    own, its = drafter.get_vocab(), target.get_vocab()
-    if own == its:
-        return
-    differing = sorted(token for token in own.keys() | its.keys() if own.get(token) != its.get(token))
-    example = (
-        f"'{differing[0]}' is {own.get(differing[0], 'missing')} here and {its.get(differing[0], 'missing')} there"
-    )
-    raise UserError(
-        f"drafter {source}: its tokenizer has {len(own)} tokens, the target's {len(its)}, and {len(differing)} differ "
-        f"({example}); use a model with the target's tokenizer"
-    )
 
 
 def load_causal_lm(folder: Path, source: str, target: Any, dtype: str = "auto") -> CausalLMDrafter:

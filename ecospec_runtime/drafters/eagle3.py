@@ -25,6 +25,7 @@ from ecospec_kernels.draft_rows.reference import RowWeights, normed
 from ecospec_kernels.draft_tree.reference import Shape, Tree, TreeWeights
 from ecospec_runtime.checkpoint import DTYPES, fingerprint
 from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.drafters.base import TreeDrafter
 from ecospec_runtime.drafters.eagle3_config import (
     HeadConfig,
     check_fit,
@@ -160,7 +161,7 @@ class Eagle3Sequence:
             self.states = F.pad(self.states, (0, 0, 0, extra))
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(TreeDrafter):
     """EAGLE-3 head ready to draft for one target; see `drafters.base.Drafter` for the methods' contract."""
 
     kind = "eagle3"
@@ -227,21 +228,12 @@ class Eagle3Drafter:
             )  # fmt: skip
             sequence.tokens.extend(part)
 
-    def expand(
-        self, sequence: Eagle3Sequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> Pool:
-        """The pool below `root_token`, which must be the token of the last row."""
-        if not sequence.tokens or sequence.tokens[-1] != root_token:
-            raise ValueError(f"root token {root_token} is not the token of the last row")
-        return self.expand_many(sequence, [sequence.length - 1], config, temperatures)[0]
-
     @torch.inference_mode()
     def expand_many(
         self, sequence: Eagle3Sequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
     ) -> list[Pool]:
         """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
-        if roots and not 0 <= min(roots) <= max(roots) < sequence.length:
-            raise ValueError(f"roots must be in 0..{sequence.length - 1}")
+        self.check_roots(sequence, roots)
         return [self._pool(sequence, root, config, temperatures) for root in roots]
 
     def _pool(self, sequence: Eagle3Sequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:

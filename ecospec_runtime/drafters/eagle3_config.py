@@ -29,9 +29,8 @@ from ecospec_runtime.drafters.eagle3_layouts import (
     refuse_unsupported,
     rope,
 )
+from ecospec_runtime.drafters.vocabulary import check_vocabulary
 from ecospec_runtime.errors import UserError, first_line
-
-_RENAMED = 0.01  # share of ids that may name another token in two releases of one tokenizer
 
 
 @dataclass(frozen=True)
@@ -143,23 +142,12 @@ def check_fit(config: HeadConfig, target: Any, where: str) -> None:
 
 
 def check_tokenizer(folder: Path, target: Any, where: str) -> None:
-    """Raise UserError if the folder carries a tokenizer that is not the target's; most heads carry none.
-
-    Tokens that only one of them names do not count, nor do a few names that changed (added tokens of a later release).
-    """
+    """Raise UserError if the folder carries a tokenizer that is not the target's; most heads carry none."""
     try:
         own = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
     except Exception:  # none there, or unreadable: the head does not need it
         return
-    theirs = {index: token for token, index in target.tokenizer.get_vocab().items()}
-    both = {index: token for token, index in own.items() if index in theirs}
-    wrong = sorted(index for index, token in both.items() if theirs[index] != token)
-    if len(wrong) > _RENAMED * len(both):
-        first = wrong[0]
-        raise UserError(
-            f"{where}: made for another tokenizer: {len(wrong)} of {len(both)} ids name other tokens than the target's, "
-            f"first {first} ({both[first]!r} here, {theirs[first]!r} there); use a head trained for this target"
-        )
+    check_vocabulary(own, target, where)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ Legend of shapes: m and n rows, P committed rows, H hidden, V vocabulary, b node
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,11 +28,13 @@ from transformers import AutoConfig, modeling_layers
 from ecospec_kernels.draft_propose.reference import Proposals, best_tokens
 from ecospec_kernels.draft_tree.reference import Shape, grow
 from ecospec_runtime import compute
-from ecospec_runtime.cache import GrowingLayer, TargetCache
+from ecospec_runtime.cache import GrowingLayer, TargetCache, cache_argument
 from ecospec_runtime.checkpoint import DTYPES, fingerprint, read_config
 from ecospec_runtime.config import PoolConfig
-from ecospec_runtime.drafters.mtp_layout import LayerReader, find_layer, open_weights
+from ecospec_runtime.drafters.base import TreeDrafter
+from ecospec_runtime.drafters.mtp_layout import LayerNames, LayerReader, find_layer, stored_tensors
 from ecospec_runtime.errors import UserError, first_line
+from ecospec_runtime.placement import whole_weight
 from ecospec_runtime.pool import Pool
 
 _CHUNK = 512  # rows of one pass
@@ -79,7 +80,7 @@ class MtpSequence:
         self.tokens += tokens
 
 
-class MtpDrafter:
+class MtpDrafter(TreeDrafter):
     """MTP layer ready to draft for the target whose embedding, final norm and output matrix it shares.
 
     See `drafters.base.Drafter` for the methods' contract.
@@ -89,14 +90,14 @@ class MtpDrafter:
     features = "drafter_state"
 
     def __init__(self, module: MtpModule, target: Any, folder: Path, source: str):
-        """`module` lies where the target's final norm does."""
+        """`module` lies where the target's passes begin and end; its norm and output matrix may lie elsewhere."""
         decoder = target.model.get_decoder()
         self._module, self._target, self._folder, self._source = module, target, folder, source
         self._norm, self._embedding = decoder.norm, target.model.get_input_embeddings()
         self._head = target.model.get_output_embeddings()
         self._rotary = copy.deepcopy(decoder.rotary_emb)  # some kinds change with the positions they see
-        self._cache_name = _cache_argument(module.layer)
-        self._device, self._dtype = decoder.norm.weight.device, module.dtype
+        self._cache_name = cache_argument(module.layer)
+        self._device, self._dtype = target.device, module.dtype
         self._ids = np.arange(self._head.weight.shape[0])
         self.width: int = target.hidden_size
         self.aux_layers: tuple[int, ...] = (target.layers,)
@@ -123,7 +124,7 @@ class MtpDrafter:
             raise ValueError(f"{len(tokens)} tokens but {features_mF.shape[0]} feature rows")
         if features_mF.shape[1] != self.width:
             raise ValueError(f"features are {features_mF.shape[1]} wide, the layer takes {self.width}")
-        hidden = self._norm(features_mF.to(self._device, self._norm.weight.dtype)).to(self._dtype)
+        hidden = self._norm(features_mF.to(self._device, self._norm.weight.dtype)).to(self._device, self._dtype)
         for begin in range(0, len(tokens), _CHUNK):
             part, past = tokens[begin : begin + _CHUNK], sequence.length
             positions = torch.arange(past, past + len(part), device=self._device) + 1
@@ -131,21 +132,12 @@ class MtpDrafter:
             states = self._run(part, hidden[begin : begin + _CHUNK], positions, chain, sequence.cache)
             sequence.append(part, states)
 
-    def expand(
-        self, sequence: MtpSequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> Pool:
-        """The pool below `root_token`, which must be the token of the last row."""
-        if not sequence.tokens or sequence.tokens[-1] != root_token:
-            raise ValueError(f"root token {root_token} is not the token of the last row")
-        return self.expand_many(sequence, [sequence.length - 1], config, temperatures)[0]
-
     @torch.inference_mode()
     def expand_many(
         self, sequence: MtpSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
     ) -> list[Pool]:
         """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
-        if roots and not 0 <= min(roots) <= max(roots) < sequence.length:
-            raise ValueError(f"roots must be in 0..{sequence.length - 1}")
+        self.check_roots(sequence, roots)
         live = roots == [sequence.length - 1]
         cache = sequence.cache if live else TargetCache()
         pools = []
@@ -185,27 +177,39 @@ class MtpDrafter:
         `seen_nk`, bool: which of the last k rows, these last, a row may look at; it sees all rows before those.
         """
         n, k = seen_nk.shape
-        ids = torch.as_tensor(tokens_n, device=self._embedding.weight.device)
+        ids = torch.as_tensor(tokens_n, device=self._device)
         embed = self._embedding(ids)[None].to(self._device, self._dtype)
         mask = torch.zeros(1, 1, n, len(cache) + n, dtype=self._dtype, device=self._device)
         mask[..., mask.shape[-1] - k :].masked_fill_(~seen_nk, torch.finfo(self._dtype).min)
+        rope = tuple(part.to(self._device) for part in self._rotary(embed, positions_n[None]))
         states: Tensor = self._module.layer(
-            embed, h_nH[None], position_embeddings=self._rotary(embed, positions_n[None]), attention_mask=mask,
+            embed, h_nH[None], position_embeddings=rope, attention_mask=mask,
             position_ids=positions_n[None], **{self._cache_name: cache.inner},
         )  # fmt: skip
         return states[0]
 
     def _logits(self, states_nH: Tensor) -> Tensor:
         """[n, V] of the target's output matrix."""
-        weight = self._head.weight
-        logits: Tensor = self._head(states_nH.to(weight.device, weight.dtype))
-        return logits
+        logits: Tensor = self._head(states_nH.to(self._head.weight.dtype))
+        return logits.to(self._device)
 
 
-def has_mtp_layer(folder: Path, config: dict[str, Any]) -> bool:
-    """Whether the safetensors files of a folder with this `config.json` hold an MTP layer; their headers are read."""
-    with open_weights(folder) as homes:
-        return find_layer(set(homes), config, f"drafter {folder}") is not None
+def has_mtp_layer(folder: Path, config: dict[str, Any], target: Any) -> bool:
+    """Whether a folder with this `config.json` is meant as an MTP layer for the target; the headers of its files are read.
+
+    A whole model that carries such a layer for itself may also draft as a language model, for a target of another size.
+    """
+    if folder.samefile(target.folder):
+        return True
+    names = layer_names(folder, config)
+    fits = all(config.get(key) == getattr(target.config, key, None) for key in _FITS)
+    return names is not None and (names.separate or fits)
+
+
+def layer_names(folder: Path, config: dict[str, Any]) -> LayerNames | None:
+    """The MTP layer in a folder with this `config.json`, if there is one; the headers of its files are read."""
+    where = f"drafter {folder}"
+    return find_layer(set(stored_tensors(folder, config, where, torch.float32)), config, where)
 
 
 def load_mtp(folder: Path, source: str, target: Any, dtype: str = "auto") -> MtpDrafter:
@@ -218,21 +222,22 @@ def load_mtp(folder: Path, source: str, target: Any, dtype: str = "auto") -> Mtp
     if not hasattr(modeling_layers, "MtpLayer"):
         version = transformers.__version__
         raise UserError(f"{where}: transformers {version} has no MTP layers; install transformers 5.17 or newer")
-    with open_weights(folder) as homes:
-        names = find_layer(set(homes), config, where)
-        if names is None:
-            raise UserError(_nothing_found(where, config))
-        settings = target.config
-        if not folder.samefile(target.folder):  # its own sizes, the target's arithmetic
-            settings = _read_settings(folder, where)
-            _check_same(settings, target.config, where, (*_FITS, *_ARITHMETIC))
-            settings._attn_implementation = target.config._attn_implementation
-        block = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-        reader = LayerReader(homes, names, where, tuple(block))
-        heads = {"embed_tokens.weight": target.model.get_input_embeddings(),
-                 "shared_head.head.weight": target.model.get_output_embeddings()}  # fmt: skip
-        reader.check_shared(lambda name: heads[name].weight)
-        module = _build(target, settings, where, dtype, reader)
+    kept = target.dtype if dtype == "auto" else DTYPES[dtype]
+    assert isinstance(kept, torch.dtype)
+    tensors = stored_tensors(folder, config, where, kept)
+    names = find_layer(set(tensors), config, where)
+    if names is None:
+        raise UserError(_nothing_found(where, config))
+    settings = target.config
+    if not folder.samefile(target.folder):  # its own sizes, the target's arithmetic
+        settings = _read_settings(folder, where)
+        _check_same(settings, target.config, where, (*_FITS, *_ARITHMETIC))
+        settings._attn_implementation = target.config._attn_implementation
+    reader = LayerReader(tensors, names, where)
+    heads = {"embed_tokens.weight": target.model.get_input_embeddings(),
+             "shared_head.head.weight": target.model.get_output_embeddings()}  # fmt: skip
+    reader.check_shared(lambda name: whole_weight(heads[name]))
+    module = _build(target, settings, where, kept, reader)
     compute.install(module)
     drafter = MtpDrafter(module, target, folder, where)
     _draft_once(drafter, target, where)
@@ -293,12 +298,10 @@ def _layer_config(config: Any, decoder: Any, where: str) -> Any:
     return config
 
 
-def _build(target: Any, settings: Any, where: str, dtype: str, reader: LayerReader) -> MtpModule:
-    """The layer that a config describes, with its weights, on the device of the target's final norm."""
+def _build(target: Any, settings: Any, where: str, kept: torch.dtype, reader: LayerReader) -> MtpModule:
+    """The layer that a config describes, with its weights in `kept`, where the target's passes begin and end."""
     decoder = target.model.get_decoder()
     config = _layer_config(settings, decoder, where)
-    kept = target.dtype if dtype == "auto" else DTYPES[dtype]
-    assert isinstance(kept, torch.dtype)
     norm = next(kind for kind in type(decoder.norm).__mro__ if kind.__module__ != compute.__name__)
     last = decoder.layers[-1]
     try:
@@ -309,7 +312,7 @@ def _build(target: Any, settings: Any, where: str, dtype: str, reader: LayerRead
     exact: set[str] = set()  # what transformers keeps in float32 whatever the model's type: routers
     if target.dtype != torch.float32:
         exact = {f"mtp_block.{name}" for name, value in last.state_dict().items() if value.dtype == torch.float32}
-    device = decoder.norm.weight.device
+    device = target.device
     values = {
         name: torch.empty(value.shape, dtype=torch.float32 if name in exact else kept, device=device)
         for name, value in layer.state_dict().items()
@@ -343,8 +346,3 @@ def _rewind(cache: TargetCache, whole: TargetCache, rows: int) -> None:
         layer = whole.inner.layers[0]
         assert isinstance(layer, GrowingLayer)
         cache.inner.update(layer.keys[:, :, have:rows], layer.values[:, :, have:rows], 0)
-
-
-def _cache_argument(layer: nn.Module) -> str:
-    """`cache` in new transformers releases, `past_key_values` in older ones."""
-    return "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"

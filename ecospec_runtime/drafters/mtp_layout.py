@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ecospec_runtime.checkpoint import weight_files
 from ecospec_runtime.errors import UserError, first_line
+from ecospec_runtime.quantization import Stored, dequantized
+from ecospec_runtime.weights import StoredTensor, read_folder
 
 SHARED = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "output matrix"}  # with the target
 _NEXTN = re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.weight")
@@ -28,26 +28,21 @@ _QWEN = {
     "eh_proj.weight": "mtp.fc.weight", "post_norm.weight": "mtp.norm.weight",
     "enorm.weight": "mtp.pre_fc_norm_embedding.weight", "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
 }  # fmt: skip
-_SCALE = "_scale_inv"  # suffix of the scales of an FP8 tensor: [ceil(rows / block), ceil(columns / block)]
 _IGNORED = "rotary_emb.inv_freq"  # says nothing that the settings do not
 _PER_EXPERT = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 
 
-@contextmanager
-def open_weights(folder: Path) -> Iterator[dict[str, Any]]:
-    """Open handle of every tensor name in a folder's safetensors files. Raises UserError naming a damaged file."""
-    with ExitStack() as stack:
-        homes: dict[str, Any] = {}
-        for path in weight_files(folder):
-            if path.suffix != ".safetensors":
-                continue
+def stored_tensors(folder: Path, config: dict[str, Any], where: str, dtype: torch.dtype) -> dict[str, Stored]:
+    """The tensors of a folder's safetensors files by name, quantised ones to be read as `dtype`. Raises UserError."""
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        if path.suffix == ".safetensors":
             try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+                found |= read_folder([path])
             except (SafetensorError, OSError) as error:
                 line = first_line(error)
                 raise UserError(f"{path}: damaged weight file ({line}); copy or download it again") from None
-            homes |= dict.fromkeys(file.keys(), file)
-        yield homes
+    return dequantized(found, config, where, dtype)
 
 
 @dataclass(frozen=True)
@@ -91,11 +86,10 @@ def find_layer(names: set[str], config: dict[str, Any], source: str) -> LayerNam
 
 
 class LayerReader:
-    """Copies the tensors of one MTP layer out of open files, one at a time."""
+    """Copies the tensors of one MTP layer out of a folder's files, one at a time."""
 
-    def __init__(self, homes: dict[str, Any], names: LayerNames, source: str, block: tuple[int, int]):
-        """`block`: rows and columns that share one scale in FP8 tensors."""
-        self.homes, self.names, self.source, self.block = homes, names, source, block
+    def __init__(self, homes: dict[str, Stored], names: LayerNames, source: str):
+        self.homes, self.names, self.source = homes, names, source
 
     def fill(self, values: dict[str, Tensor]) -> None:
         """Fill the tensors of an `MtpLayer`. Raises UserError on one that is missing, unknown, misshapen or not finite."""
@@ -105,8 +99,7 @@ class LayerReader:
             raise UserError(
                 f"{self.source}: tensor {missing[0]} is missing ({len(missing)} in all); the MTP layer is not complete"
             )
-        known = parts.keys() | {name + _SCALE for name in parts if self._quantised(name)}
-        unknown = sorted(name for name in self.homes if self.names.owns(name) and name not in known)
+        unknown = sorted(name for name in self.homes if self.names.owns(name) and name not in parts)
         if unknown:
             raise UserError(
                 f"{self.source}: tensor {unknown[0]} is not part of an MTP layer of this target ({len(unknown)} in all); "
@@ -126,36 +119,16 @@ class LayerReader:
             for part, matrix in zip(rows.chunk(len(_PER_EXPERT[kind])), _PER_EXPERT[kind], strict=True):
                 yield f"{theirs.rpartition('.')[0]}.{expert}.{matrix}.weight", part
 
-    def _quantised(self, name: str) -> bool:
-        return str(self.homes[name].get_slice(name).get_dtype()).startswith("F8")
-
     def _copy(self, name: str, part: Tensor) -> None:
         """Read one tensor into its place."""
         self._check_shape(name, list(part.shape))
-        tensor = self.homes[name].get_tensor(name)
-        if self._quantised(name):
-            tensor = self._dequantised(name, tensor)
+        tensor = self.homes[name][...]
         if not tensor.isfinite().all():
             raise UserError(f"{self.source}: tensor {name} holds NaN or infinite values; copy or download it again")
         part.copy_(tensor)
 
-    def _dequantised(self, name: str, tensor: Tensor) -> Tensor:
-        """float32 values of an FP8 tensor with one scale per block of the last two dimensions."""
-        scale = name + _SCALE
-        rows, columns = tensor.shape[-2:]
-        if scale not in self.homes:
-            raise UserError(
-                f"{self.source}: tensor {scale} is missing; the FP8 tensor {name} cannot be read without it"
-            )
-        blocks = [ceil(rows / self.block[0]), ceil(columns / self.block[1])]
-        self._check_shape(scale, [*tensor.shape[:-2], *blocks])
-        scales: Tensor = self.homes[scale].get_tensor(scale).float()
-        for dim, size in zip((-2, -1), self.block, strict=True):
-            scales = scales.repeat_interleave(size, dim)
-        return tensor.float() * scales[..., :rows, :columns]
-
     def _check_shape(self, name: str, expected: list[int]) -> None:
-        shape = list(self.homes[name].get_slice(name).get_shape())
+        shape = self.homes[name].get_shape()
         if shape != expected:
             raise UserError(f"{self.source}: tensor {name} has shape {shape}, config.json asks for {expected}")
 
@@ -167,7 +140,7 @@ class LayerReader:
                 continue
             ours = of_target(rest)
             self._check_shape(name, list(ours.shape))
-            theirs = self.homes[name].get_slice(name)[:64]
+            theirs = self.homes[name][:64]
             if not torch.equal(theirs.to(ours.dtype), ours[:64].cpu()):
                 raise UserError(
                     f"{self.source}: {name} is not the target's {what}, which an MTP layer shares; this layer belongs to "

@@ -16,7 +16,6 @@ Legend: m rows, H hidden size of the target, k tokens seen after a context.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
@@ -27,6 +26,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ecospec_runtime.config import Config, PoolConfig
+from ecospec_runtime.drafters.base import TreeDrafter
 from ecospec_runtime.drafters.features import HiddenRows
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Pool
@@ -95,7 +95,7 @@ class Followers:
     __slots__ = ("counts", "latest")
 
     def __init__(self) -> None:
-        self.latest: deque[int] = deque()
+        self.latest: list[int] = []  # not a deque, which takes 600 bytes from the start
         self.counts: dict[int, int] = {}
 
     def add(self, token: int) -> None:
@@ -103,7 +103,7 @@ class Followers:
         self.latest.append(token)
         self.counts[token] = self.counts.pop(token, 0) + 1
         if len(self.latest) > RECENT:
-            oldest = self.latest.popleft()
+            oldest = self.latest.pop(0)
             self.counts[oldest] -= 1
             if not self.counts[oldest]:
                 del self.counts[oldest]
@@ -160,8 +160,13 @@ class NgramSequence:
     before: Distribution | None = None  # what the index said before it read its last token
     tokens: list[int] = field(default_factory=list)
 
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return len(self.tokens)
 
-class NgramDrafter:
+
+class NgramDrafter(TreeDrafter):
     """Looks up contexts in prompt and generated text; see `drafters.base.Drafter` for the methods' contract.
 
     The prompt's first token is not among its rows, so no context holds it.
@@ -198,20 +203,11 @@ class NgramDrafter:
         sequence.hidden.append(features_mF)
         sequence.tokens += tokens
 
-    def expand(
-        self, sequence: NgramSequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> Pool:
-        """The pool below `root_token`, which must be the token of the last row; empty if its context is new."""
-        if not sequence.tokens or sequence.tokens[-1] != root_token:
-            raise ValueError(f"root token {root_token} is not the token of the last row")
-        return self.expand_many(sequence, [len(sequence.tokens) - 1], config, temperatures)[0]
-
     def expand_many(
         self, sequence: NgramSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
     ) -> list[Pool]:
         """One pool per row index in `roots`, quickest in rising order; the pool of row r sees rows 0..r only."""
-        if roots and not 0 <= min(roots) <= max(roots) < len(sequence.tokens):
-            raise ValueError(f"roots must be in 0..{len(sequence.tokens) - 1}")
+        self.check_roots(sequence, roots)
         return [self._pool(sequence, root, config, temperatures) for root in roots]
 
     def _index(self) -> NgramIndex:

@@ -26,7 +26,7 @@ from transformers.modeling_layers import MtpModel
 
 from pipelines.reference.balance import BiasBalance
 from pipelines.reference.head import DrafterModule, arguments, settings, train
-from pipelines.reference.target import load_target, prepare
+from pipelines.reference.target import load_target, prepare, saved
 
 NAMES = {"post_norm.": "shared_head.norm.", "mtp_block.": ""}  # transformers' prefixes to the published ones
 
@@ -48,7 +48,7 @@ def published(layer: Any, index: int) -> dict[str, Tensor]:
     for name, value in layer.state_dict().items():
         for ours, theirs in NAMES.items():
             name = theirs + name.removeprefix(ours) if name.startswith(ours) else name
-        value = value.to(torch.bfloat16)
+        value = saved(name, value)
         prefix = f"model.layers.{index}.{name}"
         if not name.startswith("mlp.experts."):
             out[prefix] = value.contiguous()

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from ecospec_runtime.checkpoint import weight_files
 from ecospec_runtime.config import PoolConfig
@@ -28,6 +27,7 @@ from ecospec_runtime.drafters.base import Drafter
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.statistics import loop_share
 from ecospec_runtime.target import Target
+from ecospec_runtime.weights import read_folder
 from pipelines.reference.ngram import KneserNey, perplexity, unigram
 from pipelines.reference.target import CONTEXT, Windows
 
@@ -150,14 +150,12 @@ def head_quality(
 
 def drafter_weights(folder: Path, kind: str, layers: int) -> tuple[int, int]:
     """Parameters and bytes of a head, or of the layer in a target's checkpoint that drafts."""
-    parameters = size = 0
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a mapping)
-                if name.startswith(f"model.layers.{layers}.") if kind == "mtp" else name not in ("d2t", "t2d"):
-                    tensor = file.get_tensor(name)
-                    parameters, size = parameters + tensor.numel(), size + tensor.nbytes
-    return parameters, size
+    own = [
+        tensor
+        for name, tensor in read_folder(weight_files(folder)).items()
+        if (name.startswith(f"model.layers.{layers}.") if kind == "mtp" else name not in ("d2t", "t2d"))
+    ]
+    return sum(tensor.nbytes // tensor.dtype.itemsize for tensor in own), sum(tensor.nbytes for tensor in own)
 
 
 def weights_summary(folder: Path, parameters: int) -> dict[str, Any]:

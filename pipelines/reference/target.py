@@ -172,6 +172,11 @@ class TargetModule(L.LightningModule):
         return [muon, adam]
 
 
+def saved(name: str, value: Tensor) -> Tensor:
+    """A weight as it is saved: in bf16, but for router biases, whose steps that would swallow."""
+    return value.detach().to(torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
+
+
 def save_target(model: Any, corpus: Path, out: Path) -> None:
     """Write the transformers folder: bf16 safetensors, config, tokenizer."""
     tokenizer = PreTrainedTokenizerFast(
@@ -180,9 +185,10 @@ def save_target(model: Any, corpus: Path, out: Path) -> None:
         bos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
     )
-    state = {k: v.detach().to(torch.bfloat16) for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    state = {k: saved(k, v) for k, v in model.state_dict().items() if k != "lm_head.weight"}
     copy = type(model)(model.config).to(torch.bfloat16)
-    copy.load_state_dict(state, strict=False)
+    copy.load_state_dict(state, strict=False, assign=True)
+    copy.tie_weights()
     copy.config.use_cache = True
     copy.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -232,15 +232,29 @@ def refused(folder: Path, target: Target) -> str:
     return str(error.value)
 
 
+def test_a_text_longer_than_the_model_reads_is_not_drafted_for(tmp_path: Path, target: Target) -> None:
+    model = llama()
+    model.config.max_position_embeddings = 12
+    drafter = load_drafter(save(tmp_path / "short", model), target)
+    features = torch.zeros(9, target.hidden_size)
+    sequence = drafter.start()
+    drafter.extend(sequence, torch.arange(1, 6), features[:5])
+    assert len(drafter.expand(sequence, 5, PoolConfig(depth=3, beam=2, width=4)))
+    drafter.extend(sequence, torch.arange(6, 12), features[:6])
+    assert not len(drafter.expand(sequence, 11, PoolConfig(depth=3, beam=2, width=4)))
+    drafter.extend(sequence, torch.arange(12, 20), features[:8])
+    assert not len(drafter.expand(sequence, 19, PoolConfig(depth=3, beam=2, width=4), (0.5,)))
+
+
 def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path, target: Target) -> None:
     message = refused(save(tmp_path / "small", llama(), tiny_tokenizer(64)), target)
-    assert "tokenizer has 64 tokens, the target's 96" in message
+    assert "it has 64 tokens, the target's 96" in message
     swapped = tiny_tokenizer()
     text = json.loads(swapped.backend_tokenizer.to_str())
     vocabulary = text["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     swapped._tokenizer = type(swapped.backend_tokenizer).from_str(json.dumps(text))
-    assert "2 differ ('a' is" in refused(save(tmp_path / "swapped", llama(), swapped), target)
+    assert "2 ids name other tokens, first 67 ('b' here, 'a' there)" in refused(save(tmp_path / "swapped", llama(), swapped), target)
 
 
 def mamba() -> PreTrainedModel:

@@ -210,7 +210,7 @@ def test_a_head_with_another_tokenizer_is_refused(make: Make, target: Target) ->
     vocabulary = text["model"]["vocab"]
     text["model"]["vocab"] = dict(zip(vocabulary, [0, *reversed(range(1, len(vocabulary)))], strict=True))
     (folder / "tokenizer.json").write_text(json.dumps(text))
-    with pytest.raises(UserError, match="another tokenizer: 94 of 96 ids"):
+    with pytest.raises(UserError, match=r"another tokenizer: .* 94 ids name other tokens"):
         load_drafter(folder, target)
 
 

@@ -218,6 +218,24 @@ def start(config: HarvestConfig, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.parametrize("layers", ["disk", "cpu"])
+def test_an_offloaded_target_gives_the_same_rows(
+    layers: str, options: dict[str, Any], greedy: Path, tmp_path: Path
+) -> None:
+    """Nothing in between moves the target: not the trainer before its work, nor after it, when embeddings are read."""
+    offload = {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.layers": layers,
+        "model.norm": "cpu",
+        "lm_head": "disk",
+    }
+    harvest(HarvestConfig(out=tmp_path / "traces", **options, device_map=offload))
+    same = ("prompt_id", "position", "root_token", "tokens", "parents", "routing", "next_tokens")  # the rest is rounded
+    for one, other in zip(rows_of(tmp_path / "traces"), rows_of(greedy), strict=True):
+        assert [one[name] for name in same] == [other[name] for name in same]
+
+
 def test_kill_and_resume_give_the_same_rows(
     options: dict[str, Any], greedy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
