@@ -18,7 +18,7 @@ from ecospec_runtime.cli import app
 from ecospec_runtime.console import write_json
 from ecospec_runtime.target import Target
 from tests.bundles import this_slug, write_bundle
-from tests.conftest import save_tiny_drafter, save_tiny_target
+from tests.models import save_tiny_drafter, save_tiny_target
 
 
 def run(*arguments: Any) -> Result:

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from ecospec_runtime.config import GenerationConfig, PoolConfig
-from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.engine import PREFILL_CHUNK, Engine
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import build_policy, parse_policy
@@ -25,11 +24,9 @@ from ecospec_runtime.pool import Candidates, Pool
 from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.statistics import divergence
 from ecospec_runtime.target import Target
+from tests.train.invented import make_profile
 
-PROFILE = DeviceProfile(
-    device="test", slug="test", dtype="float32", threads=1, versions={}, fixed_ms=1.0, per_token_ms=0.05,
-    per_expert_ms=0.01, heldout_error=0.0, plain_ms=1.2, expert_share=0.1,
-)  # fmt: skip
+PROFILE = make_profile(fixed_ms=1.0, per_token_ms=0.05, per_expert_ms=0.01, plain_ms=1.2)
 POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "throughput")
 
 
