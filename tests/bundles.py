@@ -14,10 +14,6 @@ from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.machine import device_name, device_slug, versions
 from ecospec_runtime.predictor import PredictorManifest, PredictorShapes
 from ecospec_runtime.target import Target
-from ecospec_train.export import ExportConfig, export
-from ecospec_train.fit import write_folder
-from ecospec_train.predictor_export import export_network
-from ecospec_train.predictor_model import PredictorNetwork
 
 METRICS = {"bars": {"union_error": 0.031, "acceptance_loss_vs_raw": 0.6}, "best_acceptance": "head"}
 
@@ -38,6 +34,10 @@ def tiny_profile(slug: str | None = None) -> DeviceProfile:
 
 def write_predictor(folder: Path, target_dir: Path, drafter_dir: Path) -> Path:
     """A predictor folder with random weights whose manifest names the given target and drafter."""
+    from ecospec_train.fit import write_folder  # brings Lightning, which most tests of the runtime do without
+    from ecospec_train.predictor_export import export_network
+    from ecospec_train.predictor_model import PredictorNetwork
+
     target = Target.from_pretrained(target_dir)
     drafter = load_drafter(drafter_dir, target)
     shapes = PredictorShapes(hidden=target.hidden_size, state=drafter.width, layers=target.moe_layers,
@@ -72,6 +72,8 @@ def write_policy(folder: Path, **changes: Any) -> Path:
 
 def write_bundle(folder: Path, target_dir: Path, drafter_dir: Path, **changes: Any) -> Path:
     """Export a bundle to `folder / "bundle"`; `changes` go into its policy."""
+    from ecospec_train.export import ExportConfig, export
+
     predictor = folder / "predictor"
     if not predictor.exists():
         write_predictor(predictor, target_dir, drafter_dir)

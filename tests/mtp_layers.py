@@ -18,7 +18,7 @@ from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.mtp import MtpDrafter
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.target import Target
-from tests.conftest import tiny_tokenizer
+from tests.models import save_model
 
 H, LAYERS, EXPERTS = 32, 3, 8
 COMMON = {
@@ -78,10 +78,8 @@ def qwen_names(layer: MtpLayer) -> dict[str, Tensor]:
 
 def save(folder: Path, model: Any, tensors: dict[str, Tensor]) -> Path:
     """Save a model with more tensors beside its own."""
-    model.save_pretrained(folder)
-    path = folder / "model.safetensors"
+    path = save_model(folder, model) / "model.safetensors"
     save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
-    tiny_tokenizer().save_pretrained(folder)
     return folder
 
 

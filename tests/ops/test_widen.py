@@ -16,7 +16,7 @@ from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
 from pipelines.reference import mtp
 from pipelines.reference.widen import copies, widen, widen_tensor
-from tests.conftest import tiny_tokenizer
+from tests.models import save_model
 
 TOKENS = torch.tensor([5, 17, 3, 42, 8, 8, 77])
 
@@ -56,8 +56,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
     for name, p in model.named_parameters():
         if "bias" in name:
             torch.nn.init.normal_(p)
-    model.save_pretrained(tmp_path / "narrow")
-    tiny_tokenizer().save_pretrained(tmp_path / "narrow")
+    save_model(tmp_path / "narrow", model)
     wide = widen(tmp_path / "narrow", tmp_path / "wide", width=16 * 4 + 8)
     logits, routing = outputs(wide)
     expected, expected_routing = outputs(tmp_path / "narrow")
@@ -109,8 +108,7 @@ def test_deepseek(tmp_path: Path) -> None:
         initializer_range=0.3, max_position_embeddings=128, pad_token_id=0,
     )  # fmt: skip
     model = DeepseekV3ForCausalLM(config)
-    model.save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    save_model(tmp_path / "base", model)
     mtp.save_layer(mtp.new_layer(model), tmp_path / "base", 2, tmp_path / "narrow")
     wide = widen(tmp_path / "narrow", tmp_path / "wide", factor=2)
     logits, routing = outputs(wide)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import processors
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -31,28 +30,12 @@ from ecospec_runtime.drafters.causal_lm import CHUNK, DraftModel
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.target import Target
-from tests.conftest import tiny_tokenizer
+from tests.models import beginning_tokenizer, save_model, tiny_tokenizer
 
 SHAPE = PoolConfig(depth=4, beam=3, width=5)
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1, "initializer_range": 0.4, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 TEXT = [5, 9, 40, 3, 60, 61, 9, 40, 7, 8, 9, 50, 51]  # row j of a sequence is token j + 1 of a text
-
-
-def save(folder: Path, model: PreTrainedModel, tokenizer: Any = None) -> Path:
-    """A model with its tokenizer, by default the tiny target's."""
-    model.save_pretrained(folder)
-    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
-    return folder
-
-
-def beginning_tokenizer() -> Any:
-    """The tiny tokenizer, with a token of its own before every text."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    return tokenizer
 
 
 def llama(vocabulary: int = 96, **changes: Any) -> LlamaForCausalLM:
@@ -67,7 +50,7 @@ def target(tiny_target_dir: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("lm") / "llama", llama())
+    return save_model(tmp_path_factory.mktemp("lm") / "llama", llama())
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +140,12 @@ def test_a_sliding_window_is_kept_in_trees(window: dict[str, Any], tmp_path: Pat
     torch.manual_seed(4)
     model = Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "vocab_size": 96, **window}))
     assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
-    drafter = load_drafter(save(tmp_path / "qwen", model), target)
+    drafter = load_drafter(save_model(tmp_path / "qwen", model), target)
     check_tree(drafter, drafter.expand(told(drafter, TEXT), TEXT[-1], SHAPE, (1.0,)), TEXT, SHAPE)
 
 
 def test_a_begin_of_text_token_stands_for_the_prompts_first(tmp_path: Path, target: Target) -> None:
-    drafter = load_drafter(save(tmp_path / "llama", llama(), beginning_tokenizer()), target)
+    drafter = load_drafter(save_model(tmp_path / "llama", llama(), beginning_tokenizer()), target)
     first = drafter.expand(told(drafter, TEXT[:1]), TEXT[0], SHAPE, (1.0,))
     check_tree(drafter, first, [0, *TEXT[:1]], SHAPE)
     before = plain(drafter, [0])
@@ -178,7 +161,7 @@ def test_embeddings_may_be_padded_at_will(rows: int, tmp_path: Path, target: Tar
     model = llama(rows)
     with torch.no_grad():
         model.lm_head.weight[96:] = 10 * model.lm_head.weight[: max(0, rows - 96)]  # the padding would win
-    drafter: Any = load_drafter(save(tmp_path / "padded", model), target)
+    drafter: Any = load_drafter(save_model(tmp_path / "padded", model), target)
     text = [*TEXT, 95]
     pool = drafter.expand(told(drafter, text), 95, SHAPE, (1.0,))
     assert pool.tokens.max() < min(rows, 96)
@@ -235,7 +218,7 @@ def refused(folder: Path, target: Target) -> str:
 def test_a_text_longer_than_the_model_reads_is_not_drafted_for(tmp_path: Path, target: Target) -> None:
     model = llama()
     model.config.max_position_embeddings = 12
-    drafter = load_drafter(save(tmp_path / "short", model), target)
+    drafter = load_drafter(save_model(tmp_path / "short", model), target)
     features = torch.zeros(9, target.hidden_size)
     sequence = drafter.start()
     drafter.extend(sequence, torch.arange(1, 6), features[:5])
@@ -247,7 +230,7 @@ def test_a_text_longer_than_the_model_reads_is_not_drafted_for(tmp_path: Path, t
 
 
 def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path, target: Target) -> None:
-    message = refused(save(tmp_path / "small", llama(), tiny_tokenizer(64)), target)
+    message = refused(save_model(tmp_path / "small", llama(), tiny_tokenizer(64)), target)
     assert "it has 64 tokens, the target's 96" in message
     swapped = tiny_tokenizer()
     text = json.loads(swapped.backend_tokenizer.to_str())
@@ -255,7 +238,11 @@ def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path, target: Ta
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     swapped._tokenizer = type(swapped.backend_tokenizer).from_str(json.dumps(text))
     assert "2 ids name other tokens, first 67 ('b' here, 'a' there)" in refused(
+<<<<<<< HEAD
         save(tmp_path / "swapped", llama(), swapped), target
+=======
+        save_model(tmp_path / "swapped", llama(), swapped), target
+>>>>>>> wt-tests
     )
 
 
@@ -276,7 +263,7 @@ def qwen3_next() -> PreTrainedModel:
 def test_a_state_that_cannot_be_rolled_back_is_refused(
     model: Callable[[], PreTrainedModel], name: str, tmp_path: Path, target: Target
 ) -> None:
-    assert name in refused(save(tmp_path / "model", model()), target)
+    assert name in refused(save_model(tmp_path / "model", model()), target)
 
 
 def test_a_rejected_row_that_leaves_a_trace_is_noticed(

@@ -18,7 +18,7 @@ from ecospec_runtime.cli import app
 from ecospec_runtime.console import write_json
 from ecospec_runtime.target import Target
 from tests.bundles import this_slug, write_bundle
-from tests.conftest import save_tiny_drafter, save_tiny_target
+from tests.models import save_tiny_drafter, save_tiny_target
 
 
 def run(*arguments: Any) -> Result:
@@ -207,7 +207,7 @@ def test_ctrl_c_is_130(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_doctor_passes_a_sound_installation(tiny_bundle: Path, tmp_path: Path) -> None:
-    result = run("doctor", "-b", tiny_bundle, "--max-new-tokens", 12, "--json", tmp_path / "d.json")
+    result = run("doctor", "-b", tiny_bundle, "--max-new-tokens", 6, "--json", tmp_path / "d.json")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "d.json").read_text())["ok"] is True
     assert "equals transformers' generate() on 8 prompts" in result.stdout
@@ -220,7 +220,17 @@ def test_doctor_needs_no_bundle(tiny_target_dir: Path, tiny_drafter_dir: Path) -
     assert "--target" in mistake(run("doctor", "--target", tiny_target_dir))
 
 
-def test_doctor_fails_when_the_cache_keeps_the_wrong_rows(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """Three prompts instead of the doctor's eight."""
+    path = tmp_path / "three.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in doctor.PROMPTS[:3]))
+    return path
+
+
+def test_doctor_fails_when_the_cache_keeps_the_wrong_rows(
+    tiny_bundle: Path, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = Target.commit
 
     def wrong(self: Target, cache: Any, past: int, kept: list[int]) -> None:
@@ -228,13 +238,15 @@ def test_doctor_fails_when_the_cache_keeps_the_wrong_rows(tiny_bundle: Path, mon
         commit(self, cache, past, list(range(len(kept))) if after_load else kept)
 
     monkeypatch.setattr(Target, "commit", wrong)
-    result = run("doctor", "-b", tiny_bundle, "--max-new-tokens", 24)
+    result = run("doctor", "-b", tiny_bundle, "--prompts", three, "--max-new-tokens", 16)
     assert result.exit_code == 1, result.output
     assert "FAIL" in result.stdout
     assert "differs from plain decoding" in result.stdout
 
 
-def test_doctor_fails_when_plain_decoding_is_wrong(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_when_plain_decoding_is_wrong(
+    tiny_bundle: Path, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = Target.forward
 
     def wrong(self: Target, tokens: torch.Tensor, positions: torch.Tensor, *rest: Any, **options: Any) -> Any:
@@ -242,7 +254,7 @@ def test_doctor_fails_when_plain_decoding_is_wrong(tiny_bundle: Path, monkeypatc
             self, tokens, positions, *rest, **options)  # fmt: skip
 
     monkeypatch.setattr(Target, "forward", wrong)
-    result = run("doctor", "-b", tiny_bundle, "--max-new-tokens", 24)
+    result = run("doctor", "-b", tiny_bundle, "--prompts", three, "--max-new-tokens", 8)
     assert result.exit_code == 1, result.output
     assert "differs from transformers' generate()" in result.stdout
 

@@ -19,12 +19,12 @@ from scipy import stats
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ecospec_runtime.config import GenerationConfig, PoolConfig
-from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.target import Target
+from tests.train.invented import make_profile
 
 VOCABULARY, TOKENS = 8, 700
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -87,10 +87,7 @@ def test_text_follows_the_targets_distribution(target: Target, stub_drafter: Any
     """An adversarial drafter insists on the same three tokens; the predictor praises the worst of them."""
     settings, prompt = SETTINGS[name], [1, 5, 3, 2]
     drafter = stub_drafter(lambda context, path: [7, 0, 4], confidence=0.99)
-    profile = DeviceProfile(
-        device="test", slug="test", dtype="float32", threads=1, versions={}, fixed_ms=1.0, per_token_ms=0.01,
-        per_expert_ms=0.001, heldout_error=0.0, plain_ms=1.2, expert_share=0.1,
-    )  # fmt: skip
+    profile = make_profile(fixed_ms=1.0, per_token_ms=0.01, per_expert_ms=0.001, plain_ms=1.2)
     scorer = Scorer(lying_predictor(), "head", target.moe_layers, target.experts)
     policy = build_policy(parse_policy("ratio:budget=6" if name in ("plain", "top-k") else "throughput"))
     engine = Engine(target, drafter, scorer, policy, profile, PoolConfig(depth=3, beam=2, width=3))

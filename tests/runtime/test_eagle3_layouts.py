@@ -18,8 +18,8 @@ from ecospec_runtime.drafters.eagle3_layouts import IDS, entering_layers
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
-from tests.conftest import save_tiny_target, tiny_tokenizer
 from tests.heads import Edit, as_speculators, biases, edit_head, norms, wider
+from tests.models import save_model, save_tiny_target, tiny_tokenizer
 
 Make = Callable[..., Path]
 
@@ -255,8 +255,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target
                 model = GptOssForCausalLM(GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4))
             else:
                 model = DeepseekV3ForCausalLM(DeepseekV3Config(**SHAPE, **MLA, moe_intermediate_size=16))
-            model.save_pretrained(folder)
-            tiny_tokenizer().save_pretrained(folder)
+            save_model(folder, model)
         made[kind] = Target.from_pretrained(folder, dtype="float32")
         for i, layer in enumerate(made[kind].model.get_decoder().layers):
             layer.register_forward_hook(lambda module, args, output, i=i: torch.full_like(output, i))

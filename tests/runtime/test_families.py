@@ -21,7 +21,6 @@ from ecospec_kernels import dispatch
 from ecospec_runtime import engine
 from ecospec_runtime.architectures import Architecture, chosen_by_routers, save
 from ecospec_runtime.config import GenerationConfig, PoolConfig
-from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.pool import Pool
@@ -29,6 +28,7 @@ from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.statistics import divergence
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import tree_mask
+from tests.train.invented import make_profile
 
 WINDOW, CHUNK, COUNT = 8, 16, 32
 NEAR_TIE = 0.2  # of logits that spread over several units
@@ -40,10 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                     "num_experts_per_tok": 3, "routed_scaling_factor": 2.5},
 }  # fmt: skip
 POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "throughput")
-PROFILE = DeviceProfile(
-    device="test", slug="test", dtype="float32", threads=1, versions={}, fixed_ms=1.0, per_token_ms=0.02,
-    per_expert_ms=0.002, heldout_error=0.0, plain_ms=1.2, expert_share=0.1,
-)  # fmt: skip
+PROFILE = make_profile(fixed_ms=1.0, per_token_ms=0.02, per_expert_ms=0.002, plain_ms=1.2)
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ecospec_runtime.config import GenerationConfig, PoolConfig
-from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.policies import build_policy, parse_policy
@@ -19,11 +18,9 @@ from ecospec_runtime.pool import Pool
 from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.target import Target
 from tests.mtp_layers import EXPERTS, LAYERS, POOL, Family, H, by_hand, drafted, path_to, same, text, told
+from tests.train.invented import make_profile
 
-PROFILE = DeviceProfile(
-    device="test", slug="test", dtype="float32", threads=1, versions={}, fixed_ms=1.0, per_token_ms=0.05,
-    per_expert_ms=0.01, heldout_error=0.0, plain_ms=1.2, expert_share=0.1,
-)  # fmt: skip
+PROFILE = make_profile(fixed_ms=1.0, per_token_ms=0.05, per_expert_ms=0.01, plain_ms=1.2)
 
 
 @pytest.mark.parametrize("family", ["deepseek", "glm"])

@@ -21,7 +21,7 @@ from ecospec_runtime.drafters.mtp import load_mtp
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
 from ecospec_runtime.weights import StoredTensor
-from tests.conftest import tiny_tokenizer
+from tests.models import tiny_tokenizer
 from tests.mtp_layers import (
     EXPERTS,
     LAYERS,

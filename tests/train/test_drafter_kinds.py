@@ -36,7 +36,7 @@ from ecospec_train.profile import drafting_costs, profile
 from ecospec_train.replay import ReplayRows, load_rows, replay
 from ecospec_train.traces import DrafterRecord, Traces, bytes_per_position
 from ecospec_train.tune import tune
-from tests.runtime.test_causal_lm import beginning_tokenizer
+from tests.models import beginning_tokenizer
 from tests.train.invented import make_profile
 
 SHAPE = {"depth": 3, "beam": 2, "width": 4}

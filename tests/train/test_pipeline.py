@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
@@ -81,6 +80,8 @@ def test_run_leaves_a_bundle_that_decodes(finished: Path) -> None:
 
 
 def test_every_stage_is_a_run_with_lineage(finished: Path) -> None:
+    import mlflow  # takes two seconds
+
     uri = f"sqlite:///{finished / 'mlruns/mlflow.db'}"
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name(tracking.EXPERIMENT)
@@ -118,7 +119,8 @@ def test_a_stage_of_several_processes_runs_apart(finished: Path, tmp_path: Path,
                                                  capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """Two ranks write the rows of one; a mistake in the other process is its one line and its exit code."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/m.db")
+    shutil.copy(finished / "mlruns/mlflow.db", tmp_path)  # creating one takes seconds
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     path = finished / "tiny.yaml"
     apart = load_pipeline(path, ("harvest.devices=2", f"out={tmp_path}/run"))[:1]
     run_pipeline(apart, lambda line: None)

@@ -14,7 +14,7 @@ from pipelines.reference import distill, mtp
 from pipelines.reference.balance import BiasBalance
 from pipelines.reference.inherit import inherit, strongest
 from pipelines.reference.target import sorted_experts
-from tests.conftest import TINY
+from tests.models import TINY
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 12, "intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8,

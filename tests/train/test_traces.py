@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -139,6 +138,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_datasets_reads_the_folder(folder: Path, tmp_path: Path) -> None:
+    import datasets
+
     files = str(folder / "shard-*.parquet")
     loaded = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     streamed = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
