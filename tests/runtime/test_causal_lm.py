@@ -238,11 +238,7 @@ def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path, target: Ta
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     swapped._tokenizer = type(swapped.backend_tokenizer).from_str(json.dumps(text))
     assert "2 ids name other tokens, first 67 ('b' here, 'a' there)" in refused(
-<<<<<<< HEAD
-        save(tmp_path / "swapped", llama(), swapped), target
-=======
         save_model(tmp_path / "swapped", llama(), swapped), target
->>>>>>> wt-tests
     )
 
 
