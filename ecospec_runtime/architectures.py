@@ -37,6 +37,7 @@ from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.console import check_writable, console, note
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.sampling import Sampler
+from ecospec_runtime.statistics import transformers_greedy
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import children_of, tree_mask, walk
 
@@ -208,14 +209,7 @@ def prove(target: Target, seed: int = 0) -> None:
     rng = random.Random(seed)
     prompt = [rng.randrange(1, VOCABULARY) for _ in range(PROMPT)]
     ids = torch.tensor([prompt])
-    reference = target.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=TOKENS,
-        eos_token_id=None,
-        pad_token_id=0,
-    )[0, PROMPT:].tolist()
+    (reference,) = transformers_greedy(target, [prompt], TOKENS, ends=False)
     text, rejected = tree_text(target, prompt, reference, rng)
     assert text == reference, f"{target.architecture}: {text} is not transformers' {reference}"
     assert rejected >= TOKENS // 2

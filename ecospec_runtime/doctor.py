@@ -15,7 +15,7 @@ from ecospec_runtime.engine import Engine
 from ecospec_runtime.layer_check import DEPTH, FEWEST, better_neighbour, measure
 from ecospec_runtime.machine import describe, versions
 from ecospec_runtime.placement import Placement
-from ecospec_runtime.statistics import divergence, first_divergence
+from ecospec_runtime.statistics import divergence, first_divergence, transformers_greedy
 from ecospec_runtime.target import Target
 
 Status = Literal["ok", "warn", "FAIL"]
@@ -116,12 +116,8 @@ def check_reference(target: Target, texts: list[list[int]], plain: list[list[int
     """Plain decoding here against transformers' own greedy search."""
     wrong = []
     for i, ids in enumerate(texts):
-        inputs = torch.tensor([ids], device=target.device)
-        out = target.model.generate(  # type: ignore[operator]
-            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=new_tokens,
-            num_beams=1, pad_token_id=0, temperature=None, top_p=None, top_k=None,
-        )  # fmt: skip
-        if first_divergence(out[0, len(ids) :].tolist(), plain[i]) is not None:
+        (own,) = transformers_greedy(target, [ids], new_tokens)
+        if first_divergence(own, plain[i]) is not None:
             wrong.append(i + 1)
     if wrong:
         return Finding("FAIL", "plain decoding", f"differs from transformers' generate() on prompts {wrong}")

@@ -113,7 +113,7 @@ def _command() -> str:
     """The module whose command line is running."""
     return (
         "ecospec_train.cli"
-        if "ecospec-train" in Path(sys.argv[0]).name or "ecospec_train" in sys.argv[0]
+        if "ecospec-train" in sys.argv[0] or "ecospec_train" in sys.argv[0]
         else "ecospec_runtime.cli"
     )
 

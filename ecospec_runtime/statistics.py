@@ -140,3 +140,14 @@ def divergence(target: Target, prompt: list[int], reference: list[int], other: l
     assert logits is not None
     gap = logits[-1, reference[i]] - logits[-1, other[i]]
     return Divergence(i, reference[i], other[i], float(gap))
+
+
+def transformers_greedy(target: Target, prompts: list[list[int]], tokens: int, ends: bool = True) -> list[list[int]]:
+    """What transformers' own `generate(do_sample=False)` says after equally long prompts; `ends` False goes on past an end token."""
+    inputs = torch.tensor(prompts, device=target.device)
+    further = {} if ends else {"eos_token_id": None}
+    out = target.model.generate(  # type: ignore[operator]
+        inputs, attention_mask=torch.ones_like(inputs), do_sample=False, num_beams=1, max_new_tokens=tokens, pad_token_id=0,
+        temperature=None, top_p=None, top_k=None, **further,
+    )  # fmt: skip
+    return out[:, inputs.shape[1] :].tolist()  # type: ignore[no-any-return]

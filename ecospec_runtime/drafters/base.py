@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ecospec_runtime.config import PoolConfig
@@ -53,8 +55,8 @@ class Drafter(Protocol):
         ...
 
 
-class TreeDrafter:
-    """What every kind does alike. A sequence has `tokens` and `length`, its number of rows."""
+class TreeDrafter(ABC):
+    """What every kind does alike, from the pool of one row. A sequence has `tokens` and `length`, its number of rows."""
 
     def expand(self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()) -> Pool:
         """The pool below `root_token`, which must be the token of the last row."""
@@ -62,11 +64,17 @@ class TreeDrafter:
             raise ValueError(f"root token {root_token} is not the token of the last row")
         return self.expand_many(sequence, [sequence.length - 1], config, temperatures)[0]
 
+    @torch.inference_mode()
     def expand_many(
         self, sequence: Any, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
     ) -> list[Pool]:
-        """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
-        raise NotImplementedError
+        """One pool per row index in `roots`, quickest in rising order; the pool of row r sees rows 0..r only."""
+        self.check_roots(sequence, roots)
+        return [self.pool(sequence, root, config, temperatures) for root in roots]
+
+    @abstractmethod
+    def pool(self, sequence: Any, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+        """The pool of row `root`; the sequence is left as it was."""
 
     @staticmethod
     def check_roots(sequence: Any, roots: list[int]) -> None:

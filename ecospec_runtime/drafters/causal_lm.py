@@ -114,15 +114,7 @@ class CausalLMDrafter(TreeDrafter):
                 before = logits.new_zeros(2, logits.shape[1]) if sequence.logits is None else sequence.logits
                 sequence.logits = torch.cat((before, logits))[-2:]
 
-    @torch.inference_mode()
-    def expand_many(
-        self, sequence: CausalSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> list[Pool]:
-        """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
-        self.check_roots(sequence, roots)
-        return [self._pool(sequence, root, config, temperatures) for root in roots]
-
-    def _pool(self, sequence: CausalSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+    def pool(self, sequence: CausalSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
         """The pool of row `root`, empty where the text is longer than the model can read; the cache is left as it was."""
         at = root + len(sequence.tokens) - len(sequence.hidden)
         if len(sequence.tokens) + config.depth > self._positions:

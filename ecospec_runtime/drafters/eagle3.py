@@ -228,15 +228,7 @@ class Eagle3Drafter(TreeDrafter):
             )  # fmt: skip
             sequence.tokens.extend(part)
 
-    @torch.inference_mode()
-    def expand_many(
-        self, sequence: Eagle3Sequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> list[Pool]:
-        """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
-        self.check_roots(sequence, roots)
-        return [self._pool(sequence, root, config, temperatures) for root in roots]
-
-    def _pool(self, sequence: Eagle3Sequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+    def pool(self, sequence: Eagle3Sequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
         """The pool of row `root`."""
         states, past = sequence.states, root + 1
         tree: Tree = dispatch.draft_tree(

@@ -65,6 +65,9 @@ class MtpSequence:
     cache: TargetCache
     states: Tensor  # [capacity, H] after `shared_head.norm`
     tokens: list[int] = field(default_factory=list)
+    earlier: TargetCache = field(
+        default_factory=TargetCache
+    )  # first rows of `cache`, where a pool of an earlier row grows
 
     @property
     def length(self) -> int:
@@ -132,24 +135,10 @@ class MtpDrafter(TreeDrafter):
             states = self._run(part, hidden[begin : begin + _CHUNK], positions, chain, sequence.cache)
             sequence.append(part, states)
 
-    @torch.inference_mode()
-    def expand_many(
-        self, sequence: MtpSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> list[Pool]:
-        """One pool per row index in `roots`; the pool of row r sees rows 0..r only."""
-        self.check_roots(sequence, roots)
-        live = roots == [sequence.length - 1]
-        cache = sequence.cache if live else TargetCache()
-        pools = []
-        for root in roots:
-            _rewind(cache, sequence.cache, root + 1)
-            pools.append(self._pool(sequence, cache, root, config, temperatures))
-        return pools
-
-    def _pool(
-        self, sequence: MtpSequence, cache: TargetCache, root: int, config: PoolConfig, temperatures: tuple[float, ...]
-    ) -> Pool:
-        """The pool of row `root`, the last one in `cache`; its rows leave the cache again."""
+    def pool(self, sequence: MtpSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+        """The pool of row `root`; its rows leave the cache again."""
+        cache = sequence.cache if root == sequence.length - 1 else sequence.earlier
+        _rewind(cache, sequence.cache, root + 1)
         states, past = sequence.states, len(cache)
 
         def propose(states_nH: Tensor) -> Proposals:

@@ -203,17 +203,10 @@ class NgramDrafter(TreeDrafter):
         sequence.hidden.append(features_mF)
         sequence.tokens += tokens
 
-    def expand_many(
-        self, sequence: NgramSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> list[Pool]:
-        """One pool per row index in `roots`, quickest in rising order; the pool of row r sees rows 0..r only."""
-        self.check_roots(sequence, roots)
-        return [self._pool(sequence, root, config, temperatures) for root in roots]
-
     def _index(self) -> NgramIndex:
         return NgramIndex(self.config, self._vocabulary)
 
-    def _pool(self, sequence: NgramSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+    def pool(self, sequence: NgramSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
         """The pool of row `root`."""
         before = self._read_to(sequence, root)
         nodes, proposed, levels = grow(sequence.index, config)

@@ -14,9 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from scipy import stats
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.engine import Engine
@@ -24,6 +21,7 @@ from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.target import Target
+from tests.oracles import chi_square, exact_distributions
 from tests.train.invented import make_profile
 
 VOCABULARY, TOKENS = 8, 700
@@ -41,26 +39,6 @@ def target(save_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
         tmp_path_factory.mktemp("eight"), seed=2, vocab_size=VOCABULARY, num_hidden_layers=3, initializer_range=0.15
     )
     return Target.from_pretrained(folder)
-
-
-def exact_distributions(target: Target, prompt: list[int], text: list[int], settings: dict[str, Any]) -> np.ndarray:
-    """Transformers' processed distribution of every generated token, float64 `[TOKENS, VOCABULARY]`."""
-    chain = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
-    if "top_k" in settings:
-        chain.append(TopKLogitsWarper(settings["top_k"]))
-    if "top_p" in settings:
-        chain.append(TopPLogitsWarper(settings["top_p"]))
-    with torch.inference_mode():
-        logits = target.model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].double()
-    return chain(torch.zeros(len(text), 1, dtype=torch.long), logits).softmax(-1).numpy()
-
-
-def chi_square(text: list[int], distributions: np.ndarray) -> float:
-    """p-value of the text under the given distributions."""
-    excess = (np.eye(VOCABULARY)[text] - distributions).sum(0)
-    covariance = np.diag(distributions.sum(0)) - distributions.T @ distributions
-    statistic = excess @ np.linalg.pinv(covariance, hermitian=True) @ excess
-    return float(stats.chi2.sf(statistic, VOCABULARY - 1))
 
 
 def lying_predictor() -> Any:

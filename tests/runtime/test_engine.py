@@ -22,8 +22,9 @@ from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.policies.base import Policy
 from ecospec_runtime.pool import Candidates, Pool
 from ecospec_runtime.scoring import Scorer
-from ecospec_runtime.statistics import divergence
+from ecospec_runtime.statistics import divergence, transformers_greedy
 from ecospec_runtime.target import Target
+from tests.oracles import mixed_drafter
 from tests.train.invented import make_profile
 
 PROFILE = make_profile(fixed_ms=1.0, per_token_ms=0.05, per_expert_ms=0.01, plain_ms=1.2)
@@ -97,35 +98,14 @@ def prompts() -> list[list[int]]:
 
 def greedy_texts(target: Target, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Prompt and `count` greedy tokens each, by transformers' own `generate`."""
-    ids = torch.tensor(prompts)
-    return target.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=count,
-        eos_token_id=None,
-        pad_token_id=0,
-    ).tolist()
+    following = transformers_greedy(target, prompts, count, ends=False)
+    return [prompt + text for prompt, text in zip(prompts, following, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def texts(target: Target, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy texts of the first four prompts."""
     return greedy_texts(target, prompts[:4], 60)
-
-
-def mixed_drafter(texts: list[list[int]], stub_drafter: Any) -> Any:
-    """Often right, often wrong, at any depth."""
-    rng = random.Random(3)
-    known = {tuple(text[1:end]): text[end] for text in texts for end in range(2, len(text))}
-
-    def propose(context: list[int], path: list[int]) -> list[int]:
-        right = known.get(tuple(context + path), 1)
-        wrong = [(right + shift) % 96 for shift in rng.sample(range(1, 96), 3)]
-        place = rng.choice([0, 0, 0, 1, 2, None])
-        return wrong if place is None else [*wrong[:place], right, *wrong[place:]]
-
-    return stub_drafter(propose)
 
 
 def engine_for(target: Target, drafter: Any, policy: str | Policy, predictor: Any = None) -> Engine:

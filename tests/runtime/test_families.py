@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch import nn
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ecospec_kernels import dispatch
 from ecospec_runtime import engine
@@ -25,9 +23,10 @@ from ecospec_runtime.engine import Engine
 from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.scoring import Scorer
-from ecospec_runtime.statistics import divergence
+from ecospec_runtime.statistics import divergence, transformers_greedy
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import tree_mask
+from tests.oracles import chi_square, exact_distributions, mixed_drafter
 from tests.train.invented import make_profile
 
 WINDOW, CHUNK, COUNT = 8, 16, 32
@@ -62,15 +61,8 @@ def texts(target: Target) -> list[list[int]]:
     rng = random.Random(4)
     found = []
     for length in LENGTHS:
-        ids = torch.tensor([[rng.randrange(1, 96) for _ in range(length)]])
-        found += target.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=COUNT,
-            eos_token_id=None,
-            pad_token_id=0,
-        ).tolist()
+        prompt = [rng.randrange(1, 96) for _ in range(length)]
+        found.append(prompt + transformers_greedy(target, [prompt], COUNT, ends=False)[0])
     return found
 
 
@@ -97,20 +89,6 @@ def decoder_for(target: Target, drafter: Any, policy: str) -> Engine:
     return Engine(
         target, drafter, scorer, build_policy(parse_policy(policy)), PROFILE, PoolConfig(depth=4, beam=3, width=5)
     )
-
-
-def half_right(texts: list[list[int]], stub_drafter: Any) -> Any:
-    """Proposes the right token in the company of wrong ones, at any rank, or not at all."""
-    rng = random.Random(3)
-    known = {tuple(text[1:end]): text[end] for text in texts for end in range(1, len(text))}
-
-    def propose(context: list[int], path: list[int]) -> list[int]:
-        right = known.get(tuple(context + path), 1)
-        wrong = [(right + shift) % 96 for shift in rng.sample(range(1, 96), 3)]
-        place = rng.choice([0, 0, 0, 1, 2, None])
-        return wrong if place is None else [*wrong[:place], right, *wrong[place:]]
-
-    return stub_drafter(propose)
 
 
 def test_routing_is_what_the_routers_chose(target: Target) -> None:
@@ -175,7 +153,7 @@ def test_greedy_text_is_transformers_own(
 ) -> None:
     """128 tokens a policy, 640 in all, four windows a prompt, with rejected tokens in every pass that verifies a draft."""
     monkeypatch.setattr(engine, "PREFILL_CHUNK", CHUNK)
-    decoder = decoder_for(target, half_right(texts, stub_drafter), policy)
+    decoder = decoder_for(target, mixed_drafter(texts, stub_drafter), policy)
     accepted = rejected = 0
     for length, text in zip(LENGTHS, texts, strict=True):
         stream = decoder.generate(text[:length], GenerationConfig(max_new_tokens=COUNT, eos_token_id=()))
@@ -213,22 +191,6 @@ def eight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Target.from_pretrained(path)
 
 
-def p_value(target: Target, prompt: list[int], text: list[int], settings: dict[str, Any]) -> float:
-    """Chi-square of the drawn text against transformers' processed distributions along it."""
-    chain = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
-    if "top_k" in settings:
-        chain.append(TopKLogitsWarper(settings["top_k"]))
-    if "top_p" in settings:
-        chain.append(TopPLogitsWarper(settings["top_p"]))
-    with torch.inference_mode():
-        logits = target.model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].double()
-    p = chain(torch.zeros(len(text), 1, dtype=torch.long), logits).softmax(-1).numpy()
-    excess = (np.eye(8)[text] - p).sum(0)
-    statistic = excess @ np.linalg.pinv(np.diag(p.sum(0)) - p.T @ p, hermitian=True) @ excess
-    possible = bool(np.all(p[np.arange(len(text)), text] > 0))
-    return float(stats.chi2.sf(statistic, 7)) if possible else 0.0
-
-
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_sampled_text_follows_the_targets_distribution(eight: Target, stub_drafter: Any, name: str) -> None:
     """A drafter that is confidently wrong, a predictor that lies."""
@@ -240,9 +202,11 @@ def test_sampled_text_follows_the_targets_distribution(eight: Target, stub_draft
     stream = decoder.generate(prompt, config)
     text = [token.id for token in stream]
     assert stream.statistics.accepted > 20, "the drafts must matter for the test to mean anything"
-    assert p_value(eight, prompt, text, settings) > 1e-3
+    assert chi_square(text, exact_distributions(eight, prompt, text, settings)) > 1e-3
     wrong = {"temperature": 1.0, "top_k": 5} if name == "plain" else {"temperature": 4.0}
-    assert p_value(eight, prompt, text, wrong) < 1e-3, "another distribution must be told apart"
+    assert chi_square(text, exact_distributions(eight, prompt, text, wrong)) < 1e-3, (
+        "another distribution must be told apart"
+    )
 
 
 def test_bfloat16_kernels_give_the_same_text_up_to_near_ties(
@@ -261,7 +225,7 @@ def test_bfloat16_kernels_give_the_same_text_up_to_near_ties(
         assert not [implementation for _, implementation in dispatch.CALLS if implementation == "cpu"]
         passes = [whole_pass(plain, text) for text in texts]
     for length, text, reference, without in zip(LENGTHS, texts, references, passes, strict=True):
-        for decoder in (Engine(fast), decoder_for(fast, half_right(texts, stub_drafter), "confidence:budget=6")):
+        for decoder in (Engine(fast), decoder_for(fast, mixed_drafter(texts, stub_drafter), "confidence:budget=6")):
             found = divergence(fast, text[:length], reference, ids_of(decoder, text[:length]))
             if found is not None and abs(found.gap) > NEAR_TIE:
                 shared = text[:length] + reference[: found.index]
