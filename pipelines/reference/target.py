@@ -242,7 +242,7 @@ def arguments(description: str, minutes: float, batch: int, lr: float, seed: int
 
 def prepare(args: argparse.Namespace) -> None:
     """Threads and seed of a training run."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.processes))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.processes))
     L.seed_everything(args.seed)
 
 
