@@ -34,6 +34,7 @@ class DeviceProfile(BaseModel):
     predict_ms: Milliseconds = 0.0  # prediction for a root
     predict_node_ms: Milliseconds = 0.0  # for each node of the pool beside it
     select_ms: Milliseconds = 0.0
+    other_load: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)  # cores that other processes used meanwhile
     heldout_error: float = Field(ge=0.0, allow_inf_nan=False)  # mean relative error on passes the fit has not seen
     plain_ms: float = Field(gt=0.0, allow_inf_nan=False)  # measured plain step, in a run of them
     plain_saving_ms: Milliseconds = 0.0  # what the formula says beyond that: such a step finds experts still warm

@@ -144,6 +144,9 @@ def profile(
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, ...")] = None,
     device_map: DeviceMapOption = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Processes of a torchrun that share every layer.")] = None,
+    allow_busy: Annotated[
+        bool | None, typer.Option("--allow-busy", help="Measure though other processes use the machine.")
+    ] = None,
     threads: ThreadsOption = None,
     extra: SetOption = None,
     json_file: JsonOption = None,
@@ -154,7 +157,7 @@ def profile(
 
     join(tp or 1)
     flags = {"target": target, "drafter": drafter, "out": out, "predictor": predictor, "dtype": dtype, "device": device,
-             "device_map": device_map, "tp": tp}  # fmt: skip
+             "device_map": device_map, "tp": tp, "allow_busy": allow_busy}  # fmt: skip
     result = run_stage("profile", flags, extra, json_file)
     note(
         f"profile: a plain step takes {result.plain_ms:.2f} ms, {result.expert_share:.0%} of it experts; the model is off by "

@@ -37,6 +37,7 @@ from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.target import Target
 from ecospec_train.cost_model import PassCost, fit_pass_cost
 from ecospec_train.passes import Rows, plain_steps, prefilled, run_pass, text_tokens, union_of
+from ecospec_train.quiet import OtherLoad, is_busy, wait_until_quiet
 from ecospec_train.steps import Steps
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class ProfileConfig(Config):
     contexts: tuple[Count, ...] = Field(default=(48, 160, 384), min_length=1)  # cached tokens before them
     repeats: int = Field(default=9, ge=MIN_ROUNDS)
     max_seconds: float = Field(default=40.0, gt=0)  # timed passes stop then, after at least three rounds
+    allow_busy: bool = False  # measure though other processes use the machine; the profile says so
     seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
@@ -137,6 +139,11 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     text = text_tokens(
         target, max(config.contexts) + max(TEXT, len(DRAFTED) * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1)
     )
+    if not config.allow_busy and config.tp == 1:  # processes that share the target are no strangers
+        wait_until_quiet(
+            "stop them, or measure all the same with --allow-busy (allow_busy: true in a pipeline's profile)"
+        )
+    load = OtherLoad()
     passes, plain = measure_passes(target, drafter, text, config)
     cost = fit_pass_cost(
         np.array([p.n for p in passes], np.float64), np.array([p.union for p in passes]),
@@ -144,7 +151,10 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     )  # fmt: skip
     result = base_profile(target, passes, cost, plain, config)
     drafting = measure_drafting(target, drafter, predictor, text, result, config)
-    result = result.model_copy(update=drafting | {"drafter": drafter.fingerprint})
+    result = result.model_copy(
+        update=drafting
+        | {"drafter": drafter.fingerprint, "other_load": round(load.cores(), 2) if config.tp == 1 else 0.0}
+    )
     for line in complaints(result, passes, predictor is None):
         note(f"profile: {line}")
     write_json(config.out, result.model_dump(mode="json"))
@@ -297,7 +307,7 @@ def with_masks(candidates: Candidates, target: Target) -> Candidates:
 def complaints(result: DeviceProfile, passes: list[Cell], blind: bool) -> list[str]:
     """What makes the profile doubtful, one line each."""
     lines = []
-    spread, cores = float(np.median([p.spread for p in passes if p.n == 1])), os.cpu_count() or 1
+    spread = float(np.median([p.spread for p in passes if p.n == 1]))
     if result.heldout_error > BAD_FIT:
         lines.append(
             f"warning: the cost model is off by {result.heldout_error:.1%} on passes it has not seen (want 5 %)"
@@ -306,8 +316,10 @@ def complaints(result: DeviceProfile, passes: list[Cell], blind: bool) -> list[s
         lines.append(
             f"warning: repeats of a pass vary by {spread:.0%}; the machine seems busy, measure again when idle"
         )
-    elif hasattr(os, "getloadavg") and os.getloadavg()[0] > max(cores - 0.5, 1.5 * result.threads):
-        lines.append(f"warning: load average {os.getloadavg()[0]:.1f} on {cores} cores; measure again when idle")
+    if is_busy(result.other_load):
+        lines.append(
+            f"warning: meanwhile other processes used {result.other_load:.1f} of {os.cpu_count()} cores; measure again when idle"
+        )
     if blind:
         lines.append("note: no predictor given, so prediction counts as free; pass --predictor to time it")
     return lines

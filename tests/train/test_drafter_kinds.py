@@ -78,7 +78,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "name": "tiny", "target": str(target_dir), "drafter": drafter, "prompts": str(prompts),
         "out": folder / "run", "harvest": {"max_new_tokens": POSITIONS, "pool": SHAPE},
         "fit": {"width": 16, "epochs": 1, "heldout": 0.4},
-        "profile": {"tokens": [1, 2, 4], "contexts": [24], "repeats": 3, "pool": SHAPE},
+        "profile": {"tokens": [1, 2, 4], "contexts": [24], "repeats": 3, "allow_busy": True, "pool": SHAPE},
         "tune": {"trials": 1, "positions": 24},
     })  # fmt: skip
     stages: dict[str, Any] = {"harvest": harvest, "fit": fit, "profile": profile, "tune": tune, "export": export}

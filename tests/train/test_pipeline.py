@@ -42,7 +42,7 @@ def write_pipeline(folder: Path, target: Path, drafter: Path, **changes: Any) ->
         "out": str(folder / "run"),
         "harvest": {"max_new_tokens": 8, "pool": {"depth": 3, "beam": 2, "width": 4}},
         "fit": {"width": 16, "epochs": 1, "heldout": 0.4},
-        "profile": {"tokens": [1, 2, 4, 8], "contexts": [16, 48], "repeats": 3, "pool": {"depth": 3, "beam": 2, "width": 4}},
+        "profile": {"tokens": [1, 2, 4, 8], "contexts": [16, 48], "repeats": 3, "allow_busy": True, "pool": {"depth": 3, "beam": 2, "width": 4}},
         "tune": {"trials": 1},
     }  # fmt: skip
     path = folder / "tiny.yaml"

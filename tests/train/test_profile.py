@@ -24,6 +24,7 @@ from ecospec_train.profile import (
     measure_passes,
     profile,
 )
+from ecospec_train.quiet import OtherLoad, wait_until_quiet
 
 
 def test_cost_model_recovers_its_coefficients() -> None:
@@ -52,7 +53,7 @@ def test_cost_model_never_goes_negative_and_owns_up_to_a_bad_fit() -> None:
 def quick(tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ProfileConfig:
     return ProfileConfig(
         target=str(tiny_target_dir), drafter=str(tiny_drafter_dir), out=tmp_path_factory.mktemp("p") / "profile.json",
-        tokens=(1, 3, 6), contexts=(8, 24), repeats=3, max_seconds=5, pool=PoolConfig(depth=3, beam=2, width=4),
+        tokens=(1, 3, 6), contexts=(8, 24), repeats=3, max_seconds=5, allow_busy=True, pool=PoolConfig(depth=3, beam=2, width=4),
     )  # fmt: skip
 
 
@@ -119,6 +120,44 @@ def test_doubts_are_voiced(quick: ProfileConfig) -> None:
     )
     assert any("off by" in line for line in lines)
     assert any("busy" in line for line in lines)
+
+
+def test_a_busy_machine_is_waited_for_and_then_refused(
+    quick: ProfileConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cores = iter([2.0, 2.0, 0.0])
+    monkeypatch.setattr("ecospec_train.quiet.SAMPLE", 0.0)
+    monkeypatch.setattr("ecospec_train.quiet.OtherLoad.cores", lambda self: next(cores, 2.0))
+    wait_until_quiet("remedy", patience=60.0)
+    assert next(cores, None) is None, "it went on before the machine was quiet"
+    assert capsys.readouterr().err.count("waiting for other processes") == 1
+    before = quick.out.read_bytes() if quick.out.exists() else None
+    monkeypatch.setattr("ecospec_train.quiet.PATIENCE", 0.0)
+    with pytest.raises(UserError, match=r"other processes use 2\.0 of .*--allow-busy"):
+        profile(quick.model_copy(update={"allow_busy": False}))
+    assert before == (quick.out.read_bytes() if quick.out.exists() else None)
+
+
+def test_a_profile_of_a_busy_machine_says_so(quick: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ecospec_train.quiet.OtherLoad.cores", lambda self: 1.7)
+    assert profile(quick).other_load == 1.7
+    quiet = base_profile(Target.from_pretrained(quick.target), [Cell(8, 1, "chain", [14], [5.0])],
+                         PassCost(2.0, 0.5, 0.25, 0.125, 0.0, 1.0), (3.0, 5.0), quick.model_copy(update={"device": "cpu"}))  # fmt: skip
+    cells = [Cell(8, 1, "chain", [14], [5.0, 5.0, 5.0])]
+    assert not complaints(quiet, cells, blind=False)
+    assert any(
+        "1.7 of" in line for line in complaints(quiet.model_copy(update={"other_load": 1.7}), cells, blind=False)
+    )
+
+
+def test_other_load_is_what_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 seconds of all processors, 2 of them our own, in 2 seconds: 1.5 cores."""
+    busy, own, clock = iter([100.0, 105.0]), iter([10.0, 12.0]), iter([0.0, 2.0])
+    monkeypatch.setattr("ecospec_train.quiet.busy_seconds", lambda: next(busy))
+    monkeypatch.setattr("ecospec_train.quiet.own_seconds", lambda: next(own))
+    load = OtherLoad(since=next(clock))
+    monkeypatch.setattr("ecospec_train.quiet.time.monotonic", lambda: next(clock))
+    assert load.cores() == pytest.approx(1.5)
 
 
 def test_mistakes_are_named(quick: ProfileConfig, tmp_path: Path) -> None:
