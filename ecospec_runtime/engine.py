@@ -30,7 +30,7 @@ from ecospec_runtime.pool import Pool
 from ecospec_runtime.prompts import Prompt
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.scoring import Scorer
-from ecospec_runtime.statistics import Statistics
+from ecospec_runtime.statistics import PassRecord, Statistics
 from ecospec_runtime.stopping import Reason, TextStream, Token
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import Walk, children_of, tree_mask, walk
@@ -109,7 +109,7 @@ class Engine:
     ):  # fmt: skip
         """`depth` and `min_reach` cut the pool; `policy` None is `off`; `reason` says in one line why a bundle chose the policy.
 
-        `record_routing` fills the statistics' expert counts, at the cost of a hook per MoE layer.
+        `record_routing` fills the statistics' expert counts and steps, at the cost of a hook per MoE layer.
         """
         if policy is None:
             from ecospec_runtime.policies.off import OffPolicy
@@ -269,15 +269,19 @@ class Engine:
     def step(self, sequence: Sequence) -> list[Token]:
         """One pass: advance the sequence by at least one token. Returns the tokens that became certain."""
         started = perf_counter()
-        statistics = sequence.statistics
-        tokens, parents = self._propose(sequence) if self._drafts_now(sequence) else ([], [])
+        statistics, context = sequence.statistics, sequence.past
+        drafts = self._drafts_now(sequence)
+        tokens, parents = self._propose(sequence) if drafts else ([], [])
         drafted = perf_counter()
         outcome = self._verify(sequence, tokens, parents)
         sequence.root = outcome.tokens[-1]
         statistics.passes += 1
         statistics.verified += len(tokens)
         statistics.accepted += len(outcome.rows) - 1
-        emitted = self._emit(sequence, outcome)
+        emitted, count = self._emit(sequence, outcome)
+        if self.record_routing:
+            statistics.seen.append(PassRecord(context, drafts, tuple(tokens), tuple(parents), len(outcome.rows) - 1,
+                                              tuple(outcome.tokens[:count])))  # fmt: skip
         finished = perf_counter()
         statistics.verify_seconds += finished - drafted
         statistics.seconds += finished - started
@@ -360,15 +364,15 @@ class Engine:
             sequence.statistics.recorded.append(output.routing_layers)
         return outcome
 
-    def _emit(self, sequence: Sequence, outcome: Walk) -> list[Token]:
-        """Pass the chosen tokens through the stop rules; those past the end are forgotten."""
+    def _emit(self, sequence: Sequence, outcome: Walk) -> tuple[list[Token], int]:
+        """Pass the chosen tokens through the stop rules, how many of them; those past the end are forgotten."""
         ready: list[Token] = []
-        for i, token in enumerate(outcome.tokens):
-            ready += sequence.text.push(token, outcome.logprobs[i] if outcome.logprobs else None)
+        for count, token in enumerate(outcome.tokens, start=1):
+            ready += sequence.text.push(token, outcome.logprobs[count - 1] if outcome.logprobs else None)
             if sequence.text.reason:
                 break
         sequence.statistics.tokens += len(ready)
-        return ready
+        return ready, count
 
     def _remember(self, sequence: Sequence, tokens: list[int], aux: Tensor | None) -> None:
         """Queue rows (feature at position i, token at i + 1) for the drafter, which may be paused."""

@@ -30,6 +30,7 @@ WEIGHTS_FILE = "predictor.safetensors"
 METRICS_FILE = "metrics.json"
 MANIFEST_FILE = "manifest.json"
 SCALARS = 4
+HALF_MAX = float(torch.finfo(torch.float16).max)
 
 Embed = Callable[[Ints], Floats]  # tokens [N] -> embeddings [N, H] float32
 
@@ -92,10 +93,10 @@ class Predictor:
     def predict(self, pool: Pool, embed: Embed) -> Prediction:
         """Predict for the root (row 0) and every node of a pool."""
         rows = np.concatenate(([0], pool.state_rows))
-        embedding_NH = embed(np.concatenate(([pool.root_token], pool.tokens)))
+        embedding_NH = as_recorded(embed(np.concatenate(([pool.root_token], pool.tokens))))
         parent_NH = embedding_NH[np.concatenate(([0], pool.parents + 1))]
         parent_NH[0] = 0.0
-        prediction = self.run(embedding_NH, parent_NH, pool.features_of(rows), node_scalars(pool))
+        prediction = self.run(embedding_NH, parent_NH, as_recorded(pool.features_of(rows)), node_scalars(pool))
         shrink(prediction.routing_logits, self.manifest.shrinkage)
         return prediction
 
@@ -108,6 +109,11 @@ class Predictor:
             "scalars": np.ascontiguousarray(scalars_N4, np.float32),
         }
         return Prediction(*self.session.run(["routing_logits", "acceptance_logit"], inputs))
+
+
+def as_recorded(values: Floats) -> Floats:
+    """Values as traces hold them, in float16: what the network was fitted on, and what replay scores."""
+    return torch.from_numpy(values).clamp(-HALF_MAX, HALF_MAX).half().float().numpy()
 
 
 def load_manifest(folder: Path) -> PredictorManifest:

@@ -6,7 +6,7 @@ Legend of shapes: n tokens of a pass, L MoE layers, K top-k.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,19 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ecospec_runtime.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One pass: what went in and what came out. The engine records it, replay foretells it."""
+
+    context: int  # cached tokens before the root
+    drafted: bool  # the drafter ran
+    tokens: tuple[int, ...]  # [n - 1] of the draft nodes
+    parents: tuple[int, ...]  # [n - 1] rows of their parents; row 0 is the root, then the nodes
+    accepted: int  # draft nodes accepted, those past the end of the text too
+    emitted: tuple[int, ...]  # up to the end of the text
+    union: int = 0  # distinct (layer, expert) pairs that the pass touched
 
 
 @dataclass
@@ -34,6 +47,7 @@ class Statistics:
     select_seconds: float = 0.0
     verify_seconds: float = 0.0
     recorded: list[list[Tensor]] = field(default_factory=list, repr=False)  # per pass, per layer: expert ids [n, K]
+    seen: list[PassRecord] = field(default_factory=list, repr=False)  # with `recorded`; see `steps`
 
     @property
     def tokens_per_second(self) -> float:
@@ -84,9 +98,15 @@ class Statistics:
         mean = self.experts_per_layer
         return None if mean is None else mean * len(self.recorded[0])
 
+    @property
+    def steps(self) -> list[PassRecord]:
+        """Every pass with its union; empty unless routing was recorded."""
+        unions = [sum(len(layer.unique()) for layer in layers) for layers in self.recorded]
+        return [replace(record, union=union) for record, union in zip(self.seen, unions, strict=True)]
+
     def summary(self) -> dict[str, Any]:
         """Sums and per-pass figures as one JSON-compatible object."""
-        values = {key: value for key, value in vars(self).items() if key != "recorded"}
+        values = {key: value for key, value in vars(self).items() if key not in ("recorded", "seen")}
         names = ("tokens_per_second", "accept_length", "nodes", "draft_ms", "predict_ms", "select_ms", "verify_ms",
                  "experts_per_layer", "union")  # fmt: skip
         return values | {name: getattr(self, name) for name in names}

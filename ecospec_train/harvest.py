@@ -164,6 +164,7 @@ def describe(config: HarvestConfig, target: Target, drafter: Drafter, prompts: l
             & set(HarvestConfig.model_fields) - {"target", "drafter", "target_temperatures"}
         ),
         target_temperatures=config.recorded_temperatures,
+        end_tokens=target.eos_token_ids(),
         prompts_sha256=fingerprint_prompts(prompts),
         versions=versions(),
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],

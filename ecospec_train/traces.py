@@ -94,6 +94,7 @@ class TraceManifest(_Record):
     seconds: dict[str, float] = {}  # by phase, of the first rank, in the run that finished
     versions: dict[str, str]
     command: list[str]
+    end_tokens: tuple[int, ...] = ()  # that end a text; traces of older releases do not say
 
     @property
     def rows(self) -> int:

@@ -89,9 +89,9 @@ def tune(config: TuneConfig, on_trial: OnTrial | None = None) -> TuneReport:
     note(
         f"tune: scoring the pools of {len(tuning_prompts)} prompts to tune on, {len(confirming_prompts)} to confirm on"
     )
-    tuning = load_rows(traces, predictor, tuning_prompts, config.positions)
+    tuning = load_rows(traces, predictor, tuning_prompts, config.positions, config.out)
     run_trials(study, tuning, profile, traces.manifest.target, config, on_trial)
-    confirming = load_rows(traces, predictor, confirming_prompts, config.positions)
+    confirming = load_rows(traces, predictor, confirming_prompts, config.positions, config.out)
     report = conclude(study, tuning, confirming, profile, traces.manifest.target, config)
     write_json(config.out / "trials.json", trial_table(study))
     return report

@@ -105,6 +105,17 @@ class StubDrafter:
             log_normalizers=np.zeros((states, len(temperatures)), np.float32),
         )  # fmt: skip
 
+    def expand_many(
+        self, sequence: StubSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
+    ) -> list[Pool]:
+        """One pool per row, as it would have been with that row the last."""
+        pools = []
+        for root in roots:
+            known = StubSequence()
+            known.tokens = sequence.tokens[: root + 1]
+            pools.append(self.expand(known, known.tokens[-1], config, temperatures))
+        return pools
+
 
 def oracle_drafter(texts: list[list[int]], right: bool = True, vocabulary: int = 96) -> StubDrafter:
     """Knows the full texts (prompt + continuation): proposes the right token first, or never."""

@@ -17,7 +17,8 @@ from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.ngram import RECENT, NgramConfig, NgramDrafter, NgramIndex, parse_ngram
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Pool
-from ecospec_train.replay import kept_nodes, log_reach
+from ecospec_train.replay_pools import Cut
+from ecospec_train.replay_rows import along_paths, least_log_reach
 
 VOCABULARY, HIDDEN = 7, 3
 TARGET: Any = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, layers=5)
@@ -95,7 +96,7 @@ def test_pools_keep_the_contract(text: list[int], config: NgramConfig, shape: Po
         assert pool.entropies[pool.state_rows[i]] == pytest.approx(entropy, abs=1e-5)
     assert len({tuple(path) for path in paths}) == len(paths), "one node for each continuation"
     check_siblings(pool)
-    reach = log_reach(pool)
+    reach = along_paths(pool.log_probs, pool.parents, pool.depths, np.add)
     if shape.min_reach:
         assert np.all(reach >= np.log(np.float32(shape.min_reach)))
     for depth in range(1, shape.depth + 1):
@@ -143,12 +144,11 @@ def test_a_cut_pool_is_the_one_that_would_have_grown(
     drafter, sequence = told(config, text)
     shape = PoolConfig(depth=4, beam=2, width=3)
     full, live = (drafter.expand(sequence, text[-1], s) for s in (shape, shape.cut(depth, min_reach)))
-    row: Any = SimpleNamespace(depths=full.depths, parents=full.parents.tolist(), log_reach=log_reach(full))
-    kept, levels, expanded = kept_nodes(row, shape.cut(depth, min_reach))
-    kept = np.arange(len(full)) if kept is None else kept
-    assert (live.levels, live.expanded) == (levels, expanded)
+    reach = least_log_reach(full.log_probs, full.parents, full.depths)
+    cut = Cut.of(np.array([0, len(full)]), full.depths, reach, shape.cut(depth, min_reach))
+    assert (live.levels, live.expanded) == (cut.levels[0], cut.expanded[0])
     for name in ("tokens", "depths", "ranks", "log_probs"):
-        np.testing.assert_array_equal(getattr(full, name)[kept], getattr(live, name))
+        np.testing.assert_array_equal(getattr(full, name)[cut.nodes], getattr(live, name))
 
 
 def test_branches_come_from_different_occurrences() -> None:

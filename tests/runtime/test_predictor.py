@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +52,12 @@ def pool() -> Pool:
     return Pool(
         tokens=np.array([4, 2, 7, 1, 3]), parents=np.array([-1, -1, 0, 0, 2]), depths=np.array([1, 1, 2, 2, 3]),
         ranks=np.array([0, 1, 0, 1, 0]), log_probs=np.log(np.array([0.6, 0.2, 0.5, 0.3, 0.9], np.float32)),
-        state_rows=np.array([1, 1, 2, 2, 3]), states=rng.normal(size=(4, WIDTH)).astype(np.float32),
+        state_rows=np.array([1, 1, 2, 2, 3]), states=rng.normal(size=(4, WIDTH)).astype(np.float16).astype(np.float32),
         entropies=np.array([0.1, 0.2, 0.3, 0.4], np.float32), root_token=9,
     )  # fmt: skip
 
 
-EMBEDDING = np.random.default_rng(2).normal(size=(10, HIDDEN)).astype(np.float32)
+EMBEDDING = np.random.default_rng(2).normal(size=(10, HIDDEN)).astype(np.float16).astype(np.float32)
 
 
 def embed(tokens: np.ndarray) -> np.ndarray:
@@ -104,6 +105,16 @@ def test_scorer_agrees_with_the_network_row_by_row(folder: Path) -> None:
     assert found.acceptance == pytest.approx([*first, *second, third], rel=1e-4)
     reach = [first[0], first[1], first[0] * second[0], first[0] * second[1], first[0] * second[0] * third]
     assert found.reach == pytest.approx(reach, rel=1e-4)
+
+
+def test_the_network_reads_what_traces_hold(folder: Path) -> None:
+    """Live decoding must choose what replay of float16 traces chooses, to the last bit; states beyond float16 are clipped there."""
+    predictor, recorded = Predictor.from_folder(folder), pool()
+    recorded.states[2, 1] = 65504.0
+    live = replace(recorded, states=recorded.states * np.float32(1.0001))
+    expected = predictor.predict(recorded, embed)
+    for found, wanted in zip(predictor.predict(live, lambda tokens: embed(tokens) * 1.0001), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_shrinkage_adds_a_share_of_what_root_and_first_node_agree_on(folder: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,11 @@ from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.pool import Candidates, Pool
+from ecospec_runtime.predictor import Prediction
 from ecospec_runtime.scoring import Scorer
+from ecospec_train import replay as replay_module
 from ecospec_train.replay import ReplayRows, load_rows, replay, replay_at_best_price
+from ecospec_train.replay_pools import CutPools
 from ecospec_train.traces import Traces, TraceShard
 from tests.train.invented import NearlyRightPredictor, make_profile
 from tests.train.synthetic import EXPERTS, LAYERS, TOP_K, write_traces
@@ -150,6 +155,58 @@ def test_prompts_are_chosen_whole(traces: Traces) -> None:
     assert [len(prompt) for prompt in some.prompts] == [12, 12]
     with pytest.raises(UserError, match="no positions"):
         load_rows(traces, None, prompts={99})
+
+
+def test_shards_are_scored_once_and_held_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: neither scoring nor replay keeps what it has left behind, nor does the folder."""
+    opened: list[weakref.ref[object]] = []
+    most = predicted = 0
+
+    def watched(make: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal most
+            made = make(*args, **kwargs)
+            opened.append(weakref.ref(made))
+            most = max(most, sum(one() is not None for one in opened))
+            return made
+
+        return wrapper
+
+    class Counting(NearlyRightPredictor):
+        def predict(self, pool: Pool, embed: object) -> Prediction:
+            nonlocal predicted
+            predicted += 1
+            return super().predict(pool, embed)
+
+    monkeypatch.setattr(Traces, "shard", watched(Traces.shard))
+    monkeypatch.setattr(replay_module, "CutPools", watched(CutPools))
+    traces = Traces(write_traces(tmp_path / "traces", prompts=8, positions=5, shard_rows=5))
+    (tmp_path / "out").mkdir()
+    rows = load_rows(traces, Counting(), folder=tmp_path / "out")  # type: ignore[arg-type]
+    assert len(opened) == len(traces.manifest.shards) == 8
+    for text in POLICIES[:4]:
+        replay(parse_policy(text), rows, make_profile())
+    assert len(opened) == 5 * 8
+    assert most <= 2, "the one before is let go when the next is there"
+    assert predicted == len(rows) == 40
+    assert list((tmp_path / "out").iterdir())
+    alone = replace(rows, prompts=rows.prompts[3:4])
+    del rows
+    assert replay(parse_policy("off"), alone, make_profile()).tokens == 5, "the files stay while any prompt is there"
+    del alone
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_sharding_does_not_matter(rows: ReplayRows, tmp_path: Path) -> None:
+    temperature, profile = rows.temperature, make_profile()
+    one = Traces(write_traces(tmp_path, prompts=8, positions=12, temperature=temperature, shard_rows=1000))
+    whole = load_rows(one, NearlyRightPredictor())  # type: ignore[arg-type]
+    assert len({prompt.shard for prompt in whole.prompts}) == 1 < len({prompt.shard for prompt in rows.prompts})
+    for spec in map(parse_policy, POLICIES):
+        result = replay(spec, rows, profile)
+        assert replay(spec, whole, profile) == result
+        parts = [replay(spec, replace(rows, prompts=[prompt]), profile) for prompt in rows.prompts]
+        assert sum(part.passes for part in parts) == result.passes
 
 
 def test_foreign_or_sparse_traces_are_refused(traces: Traces, tmp_path: Path) -> None:
