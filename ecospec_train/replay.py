@@ -21,9 +21,9 @@ from ecospec_runtime.acceptance import AcceptanceKind, AcceptanceModel, acceptan
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.gate import DraftGate
+from ecospec_runtime.gate import Gate
 from ecospec_runtime.policies import Policy, PolicySpec, build_policy
-from ecospec_runtime.policies.base import Pausing, deepest
+from ecospec_runtime.policies.base import Pausing, deepest, gate_of
 from ecospec_runtime.pool import Candidates, Floats, Ints, Pool, pack_masks, path_products
 from ecospec_runtime.predictor import Embed, Predictor, same_drafter
 from ecospec_runtime.scoring import Scorer
@@ -216,19 +216,22 @@ def replay(spec: PolicySpec, rows: ReplayRows, profile: DeviceProfile, oracle: b
     tokens = passes = drafts = nodes = experts = 0
     ms = draft_ms = 0.0
     for prompt in rows.prompts:
-        gate = DraftGate(policy.pause if isinstance(policy, Pausing) else 0)
+        gate = gate_of(policy, step.shape.depth)
         position = 0
         while position < len(prompt):
             row = prompt[position]
             chosen: list[int] = []
             drafting = 0.0
-            if policy.drafts and gate.passes():
+            drafted = policy.drafts and gate.passes()
+            if drafted:
                 chosen, drafting = step(row, gate)
                 drafts += 1
             union = row.used[0]
             for node in chosen:
                 union |= row.used[node + 1]
             emitted = 1 + accepted(row, chosen)
+            if drafted:
+                gate.verified(emitted - 1)
             ms += profile.pass_ms(1 + len(chosen), union.bit_count(), row.context) + drafting
             draft_ms += drafting
             position += emitted
@@ -252,9 +255,9 @@ class Step:
     oracle: bool
     rows: ReplayRows
 
-    def __call__(self, row: ReplayRow, gate: DraftGate) -> tuple[list[int], float]:
-        """Nodes of the row's recorded pool, and the time; the gate learns what the step gains."""
-        kept, levels, expanded = kept_nodes(row, self.shape)
+    def __call__(self, row: ReplayRow, gate: Gate) -> tuple[list[int], float]:
+        """Nodes of the row's recorded pool, and the time; the gate learns what the step promises."""
+        kept, levels, expanded = kept_nodes(row, self.shape.cut(gate.depth))
         size = len(row.depths) if kept is None else len(kept)
         drafting = self.profile.draft_ms(levels, expanded, size, self.policy.needs_routing or self.kind == "head")
         candidates, chosen = None, []
@@ -270,7 +273,7 @@ class Step:
                     candidates = with_acceptance(candidates, accepted)
             chosen = self.policy.select(candidates, self.profile, row.context)
         if isinstance(self.policy, Pausing):
-            gate.record(self.policy.gain(candidates, chosen, self.profile, drafting))
+            gate.record(self.policy.outlook(candidates, chosen, self.profile, drafting))
         return (chosen if kept is None else kept[chosen].tolist()), drafting
 
 

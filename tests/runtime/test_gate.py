@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecospec_runtime.gate import LONGEST, DraftGate
+from ecospec_runtime.gate import LONGEST, DraftGate, Outlook
 
 
 def drafted(gate: DraftGate, gains: list[float], steps: int) -> list[int]:
@@ -15,7 +15,7 @@ def drafted(gate: DraftGate, gains: list[float], steps: int) -> list[int]:
     found = []
     for step in range(steps):
         if gate.passes():
-            gate.record(gains[min(len(found), len(gains) - 1)])
+            gate.record(Outlook(gains[min(len(found), len(gains) - 1)], 0.0))
             found.append(step)
     return found
 

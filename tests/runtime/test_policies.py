@@ -114,7 +114,7 @@ def odd_candidates(draw: st.DrawFn) -> Candidates:
 
 SPECS = parse_policies(
     "off,confidence:budget=1,confidence:budget=5,ratio:budget=3,ratio:budget=9,epsilon=1e-6,ratio:budget=9,capacity=3,"
-    "prefix,prefix:overlap=1,prefix:budget=2,"
+    "prefix,prefix:overlap=1,prefix:budget=2,utility,utility:budget=3,"
     "throughput,throughput:price=0,throughput:price=3,budget=2,throughput:capacity=3,penalty=5,throughput:budget=1"
 )
 
@@ -258,8 +258,8 @@ def test_a_flat_charge_needs_no_prediction_and_asks_the_same_of_every_node() -> 
     assert not policy.needs_routing
     assert policy.select(candidates, profile, 0) == [0, 1, 3]  # V: 0.9, 0.45, 0.135, 0.2
     assert isinstance(policy, Pausing)
-    assert policy.gain(candidates, [0, 1, 3], profile, 0.2) == pytest.approx(0.9 + 0.45 + 0.2 - 3 * 0.16 - 0.2)
-    assert policy.gain(None, [], profile, 0.2) == pytest.approx(-0.2)
+    assert policy.outlook(candidates, [0, 1, 3], profile, 0.2) == pytest.approx((0.9 + 0.45 + 0.2, 3 * 0.16 + 0.2))
+    assert policy.outlook(None, [], profile, 0.2) == pytest.approx((0.0, 0.2))
     with pytest.raises(UserError, match="'capacity' needs predicted experts"):
         parse_policy("throughput:node_experts=1.5,capacity=4")
 
@@ -289,7 +289,7 @@ def test_text_form_reads_back() -> None:
         spec = parse_policy(text)
         assert parse_policy(str(spec)) == spec
         assert build_policy(spec).parameters().items() >= spec.parameters.items()
-    assert [s.name for s in parse_policies("off,confidence:budget=4,acceptance=raw, ratio,prefix,throughput")] == list(
+    assert [s.name for s in parse_policies("off,confidence:budget=4,acceptance=raw, ratio,prefix,utility,throughput")] == list(
         POLICIES
     )
     assert parse_policy("ratio").acceptance_kind("head") == "head"
@@ -299,7 +299,7 @@ def test_text_form_reads_back() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("topk", "off, confidence, ratio, prefix, throughput"), ("ratio:budgets=3", "budget, epsilon"), ("ratio:budget=0", "budget"),
+        ("topk", "off, confidence, ratio, prefix, utility, throughput"), ("ratio:budgets=3", "budget, epsilon"), ("ratio:budget=0", "budget"),
         ("ratio:budget", "key=value"), ("ratio:acceptance=best", "logistic"), ("ratio:depth=0", "depth"),
         ("confidence:budget=x", "budget"), ("throughput:price=nan", "price"), ("ratio:budget=1,budget=2", "twice"),
     ],
