@@ -1,7 +1,7 @@
 """Whether drafting pays at this point of a text: it stops when it has not paid for a while, and is tried again later.
 
-State of one sequence, fed with what a step is expected to gain by its drafting (see `Outlook`) and with what was then
-accepted; no clock, so that replay decides as the engine does.
+State of one sequence, fed with what each draft costs (see `Outlook`) and with what the target then accepted of it: a drafter
+that is sure of itself and wrong must not go on. No clock, so that replay decides as the engine does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-MEMORY = 0.8  # weight of what was known before in the running mean of gains
+MEMORY = 0.9  # weight of what was known before in the running mean of gains
 TRUST = 0.2  # tokens per step that drafting is given credit for at the start
 LONGEST = 32  # plain steps between two tries
 
@@ -46,13 +46,14 @@ class Gate(Protocol):
 
 @dataclass
 class DraftGate:
-    """Shut while the running mean of gains is negative; each try that fails doubles the wait for the next."""
+    """Shut while the running mean of what drafting gained is negative; each try that fails doubles the wait for the next."""
 
     pause: int  # plain steps before the first try; 0: never shut
     mean: float = TRUST
     wait: int = 0  # plain steps still to go
     length: int = 0  # of the present pause; 0: open
     depth: int | None = None
+    outlook: Outlook | None = None  # of the step under way
 
     def passes(self) -> bool:
         """See `Gate`."""
@@ -63,12 +64,16 @@ class DraftGate:
 
     def record(self, outlook: Outlook) -> None:
         """See `Gate`."""
-        self.mean = outlook.gain if self.length else MEMORY * self.mean + (1.0 - MEMORY) * outlook.gain
-        if self.pause and self.mean < 0.0:
+        self.outlook = outlook
+
+    def verified(self, accepted: int) -> None:
+        """See `Gate`."""
+        if self.outlook is None or not self.pause:
+            return
+        gained = accepted - self.outlook.cost
+        self.mean = gained if self.length else MEMORY * self.mean + (1.0 - MEMORY) * gained
+        if self.mean < 0.0:
             self.length = min(2 * self.length, max(LONGEST, self.pause)) if self.length else self.pause
             self.wait = self.length
         else:
             self.length = 0
-
-    def verified(self, accepted: int) -> None:
-        """See `Gate`."""

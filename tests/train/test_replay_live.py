@@ -100,6 +100,7 @@ def record(target: Target, drafter: Any, scorer: Scorer, known: list[int]) -> Re
     ["off", "confidence:budget=4,acceptance=raw", "confidence:budget=3,acceptance=logistic,depth=2",
      "ratio:budget=5,acceptance=head", "throughput:price=0.9,acceptance=head", "throughput:price=0.5,acceptance=raw,depth=2",
      "confidence:budget=6,acceptance=head,min_reach=0.2", "throughput:price=0.7,acceptance=raw,node_experts=1.2,min_reach=0.2", "throughput:price=0.9,acceptance=head,min_reach=0.12,pause=0",
+     "utility:trial=2,hold=3,pause=3", "utility:overlap=0.9,trial=1,hold=4,acceptance=head,min_reach=0.2",
      "ratio:budget=5,acceptance=raw,min_reach=0.55", "throughput:price=2.5,acceptance=logistic,min_reach=0.3,pause=2"],
 )  # fmt: skip
 def test_replay_equals_live_decoding(target: Target, drafter: Any, rows: ReplayRows, text: str) -> None:
