@@ -23,9 +23,9 @@ from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.gate import DraftGate
+from ecospec_runtime.gate import DraftGate, Gate
 from ecospec_runtime.placement import Placement
-from ecospec_runtime.policies.base import Pausing, Policy, deepest
+from ecospec_runtime.policies.base import Pausing, Policy, deepest, gate_of
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.prompts import Prompt
 from ecospec_runtime.sampling import Sampler
@@ -58,7 +58,7 @@ class Sequence:
     behind_features: list[Tensor] = field(default_factory=list)  # ... and features [m, F]
     seen: set[int] = field(default_factory=set)  # for the repetition penalty
     past: int = 0  # cached tokens
-    gate: DraftGate = field(default_factory=lambda: DraftGate(pause=0))
+    gate: Gate = field(default_factory=lambda: DraftGate(pause=0))
     statistics: Statistics = field(default_factory=Statistics)
 
 
@@ -209,7 +209,7 @@ class Engine:
             text=TextStream(self.target.tokenizer, ids, config.max_new_tokens, ends, config.stop_strings),
             draft_state=self.drafter.start() if self.drafter is not None and self.policy.drafts else None,
             seen=set(ids) if sampler.penalises else set(),
-            gate=DraftGate(self._pausing.pause if self._pausing else 0), statistics=Statistics(prompt_tokens=len(ids)),
+            gate=gate_of(self.policy, self.shape.depth), statistics=Statistics(prompt_tokens=len(ids)),
         )  # fmt: skip
         if read is not None:
             sequence.past = len(ids) - 1
@@ -275,6 +275,8 @@ class Engine:
         drafted = perf_counter()
         outcome = self._verify(sequence, tokens, parents)
         sequence.root = outcome.tokens[-1]
+        if drafts:
+            sequence.gate.verified(len(outcome.rows) - 1)
         statistics.passes += 1
         statistics.verified += len(tokens)
         statistics.accepted += len(outcome.rows) - 1
@@ -301,7 +303,8 @@ class Engine:
         statistics = sequence.statistics
         start = perf_counter()
         self._catch_up(sequence)
-        pool = self.drafter.expand(sequence.draft_state, sequence.root, self.shape, self.scorer.temperatures)
+        shape = self.shape if sequence.gate.depth is None else self.shape.cut(sequence.gate.depth)
+        pool = self.drafter.expand(sequence.draft_state, sequence.root, shape, self.scorer.temperatures)
         drafted = scored = perf_counter()
         chosen: list[int] = []
         candidates = None
@@ -313,7 +316,7 @@ class Engine:
         tokens, parents = self._checked(pool, chosen)
         if self._pausing is not None and self.profile is not None:
             drafting = self.profile.draft_ms(pool.levels, pool.expanded, len(pool), self._predicts)
-            sequence.gate.record(self._pausing.gain(candidates, chosen, self.profile, drafting))
+            sequence.gate.record(self._pausing.outlook(candidates, chosen, self.profile, drafting))
         statistics.drafts += 1
         statistics.draft_seconds += drafted - start
         statistics.predict_seconds += scored - drafted

@@ -10,8 +10,9 @@ are those of the engine on the prompt and the text's first token. Legend: n chos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -20,12 +21,12 @@ import numpy as np
 from ecospec_runtime.acceptance import AcceptanceKind
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.gate import DraftGate
+from ecospec_runtime.gate import Gate
 from ecospec_runtime.policies import Policy, PolicySpec, build_policy
-from ecospec_runtime.policies.base import Pausing, deepest
+from ecospec_runtime.policies.base import Pausing, deepest, gate_of
 from ecospec_runtime.statistics import PassRecord
 from ecospec_train.replay_pools import CutPools
-from ecospec_train.replay_rows import ReplayRows, as_mask, load_rows
+from ecospec_train.replay_rows import PackedShard, ReplayRows, as_mask, load_rows
 
 __all__ = [
     "ReplayResult", "ReplayRows", "ReplayStep", "load_rows", "replay", "replay_at_best_price", "replay_steps",
@@ -105,19 +106,24 @@ def replay_steps(
         prompts = list(group)
         first = min(prompt.first for _, prompt in prompts)
         last = max(prompt.first + len(prompt) for _, prompt in prompts)
-        pools = CutPools(shard, first, last, rows, shape, kind)
+
+        @cache
+        def cut(depth: int | None, shard: PackedShard = shard, first: int = first, last: int = last) -> CutPools:
+            return CutPools(shard, first, last, rows, shape.cut(depth), kind)
+
         for number, prompt in prompts:
             span = range(prompt.first - first, prompt.first - first + len(prompt))
-            for record, draft_ms in follow(pools, span, chooser, rows.end_tokens, max_new_tokens):
+            gate = gate_of(policy, shape.depth)
+            for record, draft_ms in follow(cut, span, chooser, gate, rows.end_tokens, max_new_tokens):
                 pass_ms = profile.pass_ms(1 + len(record.tokens), record.union, record.context)
                 yield ReplayStep(number, record, pass_ms + draft_ms, draft_ms)
 
 
 def follow(
-    pools: CutPools, span: range, chooser: Chooser, ends: tuple[int, ...], max_new_tokens: int | None
-) -> Iterator[tuple[PassRecord, float]]:
-    """The passes over one prompt's rows `span`, each with its ms of drafting."""
-    gate = DraftGate(chooser.pausing.pause if chooser.pausing else 0)
+    cut: Callable[[int | None], CutPools], span: range, chooser: Chooser, gate: Gate, ends: tuple[int, ...],
+    max_new_tokens: int | None,
+) -> Iterator[tuple[PassRecord, float]]:  # fmt: skip
+    """The passes over one prompt's rows `span`, each with its ms of drafting. `cut` gives the pools of so many levels."""
     position = 0
     while position < len(span):
         row = span[position]
@@ -126,9 +132,12 @@ def follow(
             return
         chosen, draft_ms = [], 0.0
         drafted = chooser.policy.drafts and room != 1 and gate.passes()
+        pools = cut(gate.depth)
         if drafted:
             chosen, draft_ms = chooser(pools, row, gate)
         record = verify(pools, row, chosen, drafted, ends, room)
+        if drafted:
+            gate.verified(record.accepted)
         yield record, draft_ms
         position += len(record.emitted)
 
@@ -143,8 +152,8 @@ class Chooser:
     profile: DeviceProfile
     oracle: bool
 
-    def __call__(self, pools: CutPools, row: int, gate: DraftGate) -> tuple[list[int], float]:
-        """Nodes of the row's cut pool, and the time; the gate learns what the step gains."""
+    def __call__(self, pools: CutPools, row: int, gate: Gate) -> tuple[list[int], float]:
+        """Nodes of the row's cut pool, and the time; the gate learns what the step promises."""
         policy, profile, size = self.policy, self.profile, pools.size(row)
         predicts = policy.needs_routing or self.kind == "head"
         draft_ms = profile.draft_ms(pools.levels[row], pools.expanded[row], size, predicts)
@@ -154,7 +163,7 @@ class Chooser:
             candidates = pools.candidates(row, masks)
             chosen = policy.select(candidates, profile, pools.contexts[row])
         if self.pausing is not None:
-            gate.record(self.pausing.gain(candidates, chosen, profile, draft_ms))
+            gate.record(self.pausing.outlook(candidates, chosen, profile, draft_ms))
         return chosen, draft_ms
 
 

@@ -1,6 +1,6 @@
 """Search the policy that pays most on one device: an Optuna study over exact replays of the traces.
 
-The fixed-budget `confidence` policies, `ratio` and `throughput` are tried first, then Optuna
+The fixed-budget `confidence` policies, `ratio`, `utility` and `throughput` are tried first, then Optuna
 searches. Tuning uses prompts that the predictor was not fitted on, since it flatters itself on the others; part of them
 is set aside to confirm the choice. `off` is the answer when nothing beats it by more than the noise.
 
@@ -38,7 +38,7 @@ from ecospec_train.traces import TargetRecord, Traces
 
 STUDY = "ecospec"
 BUDGETS = (2, 3, 4, 6, 8, 12, 24)  # of the `confidence` yardsticks
-SEARCHED = ("confidence", "ratio", "throughput")
+SEARCHED = ("confidence", "ratio", "utility", "throughput")
 MIN_REACHES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 PAUSES = (0, 4)
 AS_GOOD = 0.005  # relative difference in rate that a simpler policy may cost
@@ -167,6 +167,7 @@ def yardsticks(depth: int, top_k: int) -> list[dict[str, Any]]:
         points += [{"policy": "confidence", "acceptance": kind, "confidence.budget": m} for m in BUDGETS]
     for kind in get_args(AcceptanceKind):
         points.append({"policy": "ratio", "acceptance": kind, "ratio.budget": 4, "ratio.epsilon": 1.0, "buffer": False})
+    points += [{"policy": "utility", "acceptance": "raw", "utility.overlap": overlap} for overlap in (0.3, 0.7)]
     own = {"policy": "throughput", "throughput.scale": 1.0, "throughput.pause": 4}
     predicting = own | {"throughput.predicts": True, "buffer": False}
     points += [predicting | {"acceptance": kind} for kind in get_args(AcceptanceKind)]
@@ -188,6 +189,9 @@ def suggest(trial: optuna.Trial, depth: int, target: TargetRecord) -> tuple[Poli
     scale = 1.0
     if name == "confidence":
         parameters["budget"] = trial.suggest_int("confidence.budget", 1, 32, log=True)
+        return PolicySpec(name=name, parameters=parameters, acceptance=kind, **cut), scale
+    if name == "utility":
+        parameters["overlap"] = trial.suggest_float("utility.overlap", 0.0, 1.0)
         return PolicySpec(name=name, parameters=parameters, acceptance=kind, **cut), scale
     if name == "ratio":
         parameters["budget"] = trial.suggest_int("ratio.budget", 1, 32, log=True)

@@ -19,11 +19,17 @@ from ecospec_runtime.policies.off import OffPolicy
 from ecospec_runtime.policies.prefix import PrefixPolicy
 from ecospec_runtime.policies.ratio import RatioPolicy
 from ecospec_runtime.policies.throughput import ThroughputPolicy
+from ecospec_runtime.policies.utility import UtilityPolicy
 
-_Kind = type[OffPolicy] | type[ConfidencePolicy] | type[RatioPolicy] | type[PrefixPolicy] | type[ThroughputPolicy]
+_Kind = (
+    type[OffPolicy] | type[ConfidencePolicy] | type[RatioPolicy] | type[PrefixPolicy] | type[UtilityPolicy]
+    | type[ThroughputPolicy]
+)  # fmt: skip
 POLICIES: dict[str, _Kind] = {
-    policy.name: policy for policy in (OffPolicy, ConfidencePolicy, RatioPolicy, PrefixPolicy, ThroughputPolicy)
+    policy.name: policy
+    for policy in (OffPolicy, ConfidencePolicy, RatioPolicy, PrefixPolicy, UtilityPolicy, ThroughputPolicy)
 }
+AS_PUBLISHED = ("off", "confidence", "utility")  # these take the drafter's own probability unless told otherwise
 
 OUTER = ("acceptance", "depth", "min_reach")  # what a policy's text form holds besides its own parameters
 
@@ -40,10 +46,10 @@ class PolicySpec(Config):
     min_reach: float | None = Field(default=None, ge=0.0, lt=1.0)  # see PoolConfig; None: as it was configured
 
     def acceptance_kind(self, best: AcceptanceKind) -> AcceptanceKind:
-        """The kind to use: as named; else `raw` for `off` and `confidence` (as published), `best` for the others."""
+        """The kind to use: as named; else `raw` for those of `AS_PUBLISHED`, `best` for the others."""
         if self.acceptance is not None:
             return self.acceptance
-        return "raw" if self.name in ("off", "confidence") else best
+        return "raw" if self.name in AS_PUBLISHED else best
 
     def __str__(self) -> str:
         """The text form; `parse_policy` reads it back."""

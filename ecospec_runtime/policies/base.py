@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.gate import DraftGate, Gate, Outlook
 from ecospec_runtime.pool import Candidates
 
 
@@ -46,13 +47,22 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Pausing(Protocol):
-    """What a policy adds if drafting shall stop where it does not pay: see `DraftGate`."""
+    """What a policy adds if drafting shall stop where it does not pay."""
 
-    pause: int  # plain steps before drafting is tried again; 0: drafting never stops
-
-    def gain(self, candidates: Candidates | None, chosen: list[int], profile: DeviceProfile, draft_ms: float) -> float:
-        """Tokens that a step is expected to gain over a plain one, the time it costs counted; no candidates: no pool."""
+    def gate(self, depth: int) -> Gate:
+        """What a new sequence remembers; its pools are at most `depth` levels deep."""
         ...
+
+    def outlook(
+        self, candidates: Candidates | None, chosen: list[int], profile: DeviceProfile, draft_ms: float
+    ) -> Outlook:
+        """What a step is expected to gain over a plain one, and what it costs; no candidates: the pool was empty."""
+        ...
+
+
+def gate_of(policy: Policy, depth: int) -> Gate:
+    """A new sequence's gate; `depth`: most levels of its pools."""
+    return policy.gate(depth) if isinstance(policy, Pausing) else DraftGate(pause=0)
 
 
 def deepest(policy: Policy) -> int | None:
@@ -74,6 +84,11 @@ def reach_probabilities(candidates: Candidates, parents: list[int]) -> list[floa
             value = 0.0
         values[i] = min(value, values[parent] if parent >= 0 else 1.0)
     return values
+
+
+def flat_node_ms(profile: DeviceProfile, overlap: float) -> float:
+    """Time that a node takes of whose experts only a share is known: `overlap` of them are read for others anyway."""
+    return profile.per_token_ms + (1.0 - overlap) * profile.expert_share * profile.plain_ms
 
 
 def require_masks(candidates: Candidates, policy: str) -> list[int]:

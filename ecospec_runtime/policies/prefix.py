@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ecospec_runtime.config import Config
 from ecospec_runtime.device_profile import DeviceProfile
-from ecospec_runtime.policies.base import reach_probabilities
+from ecospec_runtime.policies.base import flat_node_ms, reach_probabilities
 from ecospec_runtime.pool import Candidates
 
 
@@ -31,7 +31,7 @@ class PrefixPolicy(Config):
         """See `Policy.select`."""
         values = reach_probabilities(candidates, candidates.pool.parents.tolist())
         order = sorted(range(len(values)), key=values.__getitem__, reverse=True)[: self.budget]
-        node_ms = profile.per_token_ms + (1.0 - self.overlap) * profile.expert_share * profile.plain_ms
+        node_ms = flat_node_ms(profile, self.overlap)
         tokens, ms = 1.0, profile.plain_ms + profile.plain_saving_ms
         best, count = 1.0 / profile.plain_ms, 0
         for i, node in enumerate(order):

@@ -2,7 +2,7 @@
 
 Source: this project's own rule (DESIGN §3). T is the profiled pass time, the price is a long-run rate in tokens per ms
 (found by replay, `ecospec_train.tune`). Drafting and prediction are already paid for when a set is chosen and are no
-part of T here; whether they are worth it is for `gain` and the `DraftGate` to say.
+part of T here; whether they are worth it is for `outlook` and the `DraftGate` to say.
 
 With unlimited capacity the objective is supermodular: a node is worth more, never less, once the set has grown. So
 - a leaf that does not pay even in the company of the whole pool is in no optimal set: peeling such leaves leaves an
@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from ecospec_runtime.config import Config
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.gate import DraftGate, Outlook
 from ecospec_runtime.policies.base import ExpertBuffer, reach_probabilities, require_masks
 from ecospec_runtime.pool import Candidates
 
@@ -71,7 +72,7 @@ class ThroughputPolicy(Config):
             buffer = ExpertBuffer(self.capacity, self.penalty, candidates.layers, candidates.experts)
         search = _Search(parents, worth, masks, candidates.root_mask, price * profile.per_expert_ms, buffer)
         chosen = search.run(self.budget)
-        return chosen if chosen and self.gain(candidates, chosen, profile, 0.0) > 0.0 else []
+        return chosen if chosen and self.outlook(candidates, chosen, profile, 0.0).gain > 0.0 else []
 
     def tokens_per_ms(self, profile: DeviceProfile) -> float:
         """The price of time."""
@@ -81,11 +82,17 @@ class ThroughputPolicy(Config):
         """Time that a node takes apart from the experts predicted for it."""
         return profile.per_token_ms + profile.per_expert_ms * layers * (self.node_experts or 0.0)
 
-    def gain(self, candidates: Candidates | None, chosen: list[int], profile: DeviceProfile, draft_ms: float) -> float:
+    def gate(self, depth: int) -> DraftGate:
+        """See `Pausing`."""
+        return DraftGate(self.pause)
+
+    def outlook(
+        self, candidates: Candidates | None, chosen: list[int], profile: DeviceProfile, draft_ms: float
+    ) -> Outlook:
         """See `Pausing`."""
         price = self.tokens_per_ms(profile)
         if candidates is None or not chosen:
-            return -price * draft_ms
+            return Outlook(0.0, price * draft_ms)
         values = reach_probabilities(candidates, candidates.pool.parents.tolist())
         experts = 0
         if self.needs_routing:
@@ -94,7 +101,8 @@ class ThroughputPolicy(Config):
                 union |= candidates.masks[node]
             experts = union.bit_count() - candidates.root_mask.bit_count()
         extra_ms = self.token_ms(profile, candidates.layers) * len(chosen) + profile.per_expert_ms * experts
-        return sum(values[node] for node in chosen) - price * (profile.plain_saving_ms + extra_ms + draft_ms)
+        cost = price * (profile.plain_saving_ms + extra_ms + draft_ms)
+        return Outlook(sum(values[node] for node in chosen), cost)
 
     def parameters(self) -> dict[str, Any]:
         """See `Policy.parameters`."""

@@ -28,7 +28,7 @@ from tests.oracles import mixed_drafter
 from tests.train.invented import make_profile
 
 PROFILE = make_profile(fixed_ms=1.0, per_token_ms=0.05, per_expert_ms=0.01, plain_ms=1.2)
-POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "throughput")
+POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "utility:trial=1,hold=2", "throughput")
 
 
 class RandomPolicy:
@@ -139,7 +139,7 @@ def shallow_engine(target: Target, drafter: Any, policy: str | Policy) -> Engine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "count"), [(policy, 8 if policy == "prefix" else 32) for policy in POLICIES])
+@pytest.mark.parametrize(("policy", "count"), [(p, 8 if p.startswith(("prefix", "utility")) else 32) for p in POLICIES])
 def test_greedy_text_is_transformers_own(
     shallow: Target, contract: list[list[int]], stub_drafter: Any, policy: str, count: int
 ) -> None:

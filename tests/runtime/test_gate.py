@@ -7,23 +7,24 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecospec_runtime.gate import LONGEST, DraftGate
+from ecospec_runtime.gate import LONGEST, DraftGate, Outlook
 
 
 def drafted(gate: DraftGate, gains: list[float], steps: int) -> list[int]:
-    """Steps that draft; each takes the next gain, the last one for ever."""
+    """Steps that draft, always promising much; each takes the next gain, the last one for ever."""
     found = []
     for step in range(steps):
         if gate.passes():
-            gate.record(gains[min(len(found), len(gains) - 1)])
+            gate.record(Outlook(9.0, 5.0 - gains[min(len(found), len(gains) - 1)]))
+            gate.verified(5)
             found.append(step)
     return found
 
 
 def test_waits_grow_while_drafting_fails_and_end_when_it_pays() -> None:
-    assert drafted(DraftGate(4), [-1.0], 120) == [0, 5, 14, 31, 64, 97]
-    assert drafted(DraftGate(4), [-1.0, -1.0, 0.5], 30)[:4] == [0, 5, 14, 15]
-    assert drafted(DraftGate(4), [-1.0, 0.1, -1.0], 30)[:4] == [0, 5, 6, 11], "a success starts the waits anew"
+    assert drafted(DraftGate(4), [-1.0], 120) == [0, 1, 6, 15, 32, 65, 98]
+    assert drafted(DraftGate(4), [-1.0, -1.0, -1.0, 0.5], 30)[:5] == [0, 1, 6, 15, 16]
+    assert drafted(DraftGate(4), [-1.0, -1.0, 0.1, -1.0], 30)[:5] == [0, 1, 6, 7, 12], "a success starts the waits anew"
 
 
 def test_a_few_bad_steps_do_not_shut_what_has_paid() -> None:

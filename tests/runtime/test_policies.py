@@ -10,94 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import POLICIES, PolicySpec, build_policy, parse_policies, parse_policy
 from ecospec_runtime.policies.base import Pausing
 from ecospec_runtime.policies.throughput import _Search
-from ecospec_runtime.pool import Candidates, Pool, is_closed, pack_masks, path_products
-
-PLAIN_MS = 1.0
-
-
-def make_profile(expert_ms: float = 0.02, token_ms: float = 0.01) -> DeviceProfile:
-    return DeviceProfile(
-        device="test", slug="test", dtype="float32", threads=1, versions={}, fixed_ms=0.4, per_token_ms=token_ms,
-        per_expert_ms=expert_ms, heldout_error=0.0, plain_ms=PLAIN_MS, expert_share=0.5,
-    )  # fmt: skip
-
-
-def make_candidates(
-    parents: list[int], acceptance: list[float], masks: list[int], root_mask: int, layers: int, experts: int
-) -> Candidates:
-    n, links = len(parents), np.array(parents, np.int64)
-    depths = np.ones(n, np.int64)
-    for i, parent in enumerate(parents):
-        depths[i] = 1 if parent < 0 else depths[parent] + 1
-    zeros = np.zeros(n, np.int64)
-    accept = np.array(acceptance, np.float32)
-    pool = Pool(
-        tokens=np.arange(n), parents=links, depths=depths, ranks=zeros, log_probs=np.zeros(n, np.float32), state_rows=zeros,
-        states=np.zeros((1, 1), np.float32), entropies=np.zeros(1, np.float32), root_token=0,
-    )  # fmt: skip
-    with np.errstate(all="ignore"):
-        reach = path_products(accept, links)
-    return Candidates(pool, accept, reach, masks, root_mask, layers, experts)
-
-
-def random_candidates(
-    rng: np.random.Generator, n: int, layers: int = 4, experts: int = 16, top_k: int = 2, likeness: float = 0.5
-) -> Candidates:
-    """A random tree whose nodes share part of their routing, with peaked acceptance."""
-    parents = [int(rng.integers(-1, i)) if i else -1 for i in range(n)]
-    acceptance = rng.beta(0.7, 0.9, n).tolist()
-    scores = rng.gumbel(size=(n + 1, layers, experts)) + likeness * 4 * rng.normal(size=(layers, experts))
-    masks = pack_masks(np.argsort(-scores, axis=-1)[..., :top_k], experts)
-    return make_candidates(parents, acceptance, masks[1:], masks[0], layers, experts)
-
-
-def worth(candidates: Candidates, chosen: list[int], price: float, profile: DeviceProfile) -> float:
-    """The objective of `throughput` beyond the empty set: sum V - price * added pass time."""
-    union = candidates.root_mask
-    for i in chosen:
-        union |= candidates.masks[i]
-    added = profile.pass_ms(1 + len(chosen), union.bit_count()) - profile.pass_ms(1, candidates.root_mask.bit_count())
-    return float(candidates.reach[chosen].sum()) - price * added
-
-
-def exhaustive(candidates: Candidates, price: float, profile: DeviceProfile) -> float:
-    """The best worth over every closed set: each node joins each set that holds its parent."""
-    sets: list[tuple[float, int, int]] = [(0.0, 0, candidates.root_mask)]  # (worth without experts, members, union)
-    for i, parent in enumerate(candidates.pool.parents.tolist()):
-        gain = float(candidates.reach[i]) - price * profile.per_token_ms
-        sets += [(w + gain, m | 1 << i, u | candidates.masks[i]) for w, m, u in sets if parent < 0 or m >> parent & 1]
-    paid = candidates.root_mask.bit_count()
-    return max(w - price * profile.per_expert_ms * (u.bit_count() - paid) for w, _, u in sets)
-
-
-def minimum_cut(candidates: Candidates, price: float, profile: DeviceProfile) -> list[int]:
-    """The exact optimum as a maximum closure: nodes need their parent and their experts."""
-    n, scale = len(candidates), 10**7
-    needed = [mask & ~candidates.root_mask for mask in candidates.masks]
-    bits = sorted({b for mask in needed for b in range(mask.bit_length()) if mask >> b & 1})
-    source, sink = n + len(bits), n + len(bits) + 1
-    edges: list[tuple[int, int, int]] = []
-    for i, parent in enumerate(candidates.pool.parents.tolist()):
-        gain = int(scale * (float(candidates.reach[i]) - price * profile.per_token_ms))
-        edges.append((source, i, gain) if gain > 0 else (i, sink, -gain))
-        edges += [(i, parent, 2**30)] if parent >= 0 else []
-        edges += [(i, n + j, 2**30) for j, b in enumerate(bits) if needed[i] >> b & 1]
-    edges += [(n + j, sink, int(scale * price * profile.per_expert_ms)) for j in range(len(bits))]
-    rows, columns, weights = np.array(edges, np.int32).T
-    graph = csr_array((weights, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
-    left = graph - maximum_flow(graph, source, sink).flow
-    left.data = np.maximum(left.data, 0)
-    left.eliminate_zeros()
-    return sorted(i for i in breadth_first_order(left, source, return_predecessors=False).tolist() if i < n)
-
+from ecospec_runtime.pool import Candidates, is_closed
+from ecospec_train.closure import exact_set
+from tests.pools import exhaustive, make_candidates, make_profile, random_candidates, worth
 
 ODD = st.one_of(st.floats(0, 1), st.sampled_from([math.nan, math.inf, -math.inf, -0.5, 0.0, 1.0, 7.0, 1e-45, 3e38]))
 
@@ -114,7 +35,7 @@ def odd_candidates(draw: st.DrawFn) -> Candidates:
 
 SPECS = parse_policies(
     "off,confidence:budget=1,confidence:budget=5,ratio:budget=3,ratio:budget=9,epsilon=1e-6,ratio:budget=9,capacity=3,"
-    "prefix,prefix:overlap=1,prefix:budget=2,"
+    "prefix,prefix:overlap=1,prefix:budget=2,utility,utility:budget=3,"
     "throughput,throughput:price=0,throughput:price=3,budget=2,throughput:capacity=3,penalty=5,throughput:budget=1"
 )
 
@@ -215,7 +136,7 @@ def test_throughput_is_close_to_the_minimum_cut_on_full_pools() -> None:
     for _ in range(25):
         candidates = random_candidates(rng, 48, layers=7, experts=48, top_k=4, likeness=float(rng.uniform(0, 1)))
         price, profile = float(rng.uniform(0.5, 2.5)), make_profile(float(rng.choice([0.005, 0.02])))
-        best = worth(candidates, minimum_cut(candidates, price, profile), price, profile)
+        best = worth(candidates, exact_set(candidates, profile, price), price, profile)
         chosen = build_policy(PolicySpec(name="throughput", parameters={"price": price})).select(candidates, profile, 0)
         gaps.append((best - worth(candidates, chosen, price, profile)) / (1.0 + best))
     print(f"gap to the minimum cut: mean {np.mean(gaps):.5f}, worst {np.max(gaps):.5f}")
@@ -258,8 +179,8 @@ def test_a_flat_charge_needs_no_prediction_and_asks_the_same_of_every_node() -> 
     assert not policy.needs_routing
     assert policy.select(candidates, profile, 0) == [0, 1, 3]  # V: 0.9, 0.45, 0.135, 0.2
     assert isinstance(policy, Pausing)
-    assert policy.gain(candidates, [0, 1, 3], profile, 0.2) == pytest.approx(0.9 + 0.45 + 0.2 - 3 * 0.16 - 0.2)
-    assert policy.gain(None, [], profile, 0.2) == pytest.approx(-0.2)
+    assert policy.outlook(candidates, [0, 1, 3], profile, 0.2) == pytest.approx((0.9 + 0.45 + 0.2, 3 * 0.16 + 0.2))
+    assert policy.outlook(None, [], profile, 0.2) == pytest.approx((0.0, 0.2))
     with pytest.raises(UserError, match="'capacity' needs predicted experts"):
         parse_policy("throughput:node_experts=1.5,capacity=4")
 
@@ -289,9 +210,9 @@ def test_text_form_reads_back() -> None:
         spec = parse_policy(text)
         assert parse_policy(str(spec)) == spec
         assert build_policy(spec).parameters().items() >= spec.parameters.items()
-    assert [s.name for s in parse_policies("off,confidence:budget=4,acceptance=raw, ratio,prefix,throughput")] == list(
-        POLICIES
-    )
+    assert [
+        s.name for s in parse_policies("off,confidence:budget=4,acceptance=raw, ratio,prefix,utility,throughput")
+    ] == list(POLICIES)
     assert parse_policy("ratio").acceptance_kind("head") == "head"
     assert parse_policy("confidence").acceptance_kind("head") == "raw"
 
@@ -299,7 +220,7 @@ def test_text_form_reads_back() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("topk", "off, confidence, ratio, prefix, throughput"), ("ratio:budgets=3", "budget, epsilon"), ("ratio:budget=0", "budget"),
+        ("topk", "off, confidence, ratio, prefix, utility, throughput"), ("ratio:budgets=3", "budget, epsilon"), ("ratio:budget=0", "budget"),
         ("ratio:budget", "key=value"), ("ratio:acceptance=best", "logistic"), ("ratio:depth=0", "depth"),
         ("confidence:budget=x", "budget"), ("throughput:price=nan", "price"), ("ratio:budget=1,budget=2", "twice"),
     ],

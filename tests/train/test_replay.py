@@ -13,6 +13,7 @@ import pytest
 
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.policies import POLICIES as NAMES
 from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.pool import Candidates, Pool
 from ecospec_runtime.predictor import Prediction
@@ -148,6 +149,15 @@ def test_without_predictor_only_raw_can_be_replayed(traces: Traces) -> None:
         replay(parse_policy("confidence:acceptance=head"), bare, make_profile())
     with pytest.raises(UserError, match="predictor"):
         replay(parse_policy("throughput"), bare, make_profile())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_policy_can_be_replayed_with_the_experts_really_used(traces: Traces, rows: ReplayRows, name: str) -> None:
+    spec, profile = parse_policy(f"{name}:acceptance=raw"), make_profile(per_expert_ms=0.02)
+    oracle = replay(spec, rows, profile, oracle=True)
+    assert replay(spec, load_rows(traces, None), profile, oracle=True) == oracle, "no prediction is looked at"
+    if not build_policy(spec).needs_routing:
+        assert replay(spec, rows, profile) == oracle
 
 
 def test_prompts_are_chosen_whole(traces: Traces) -> None:

@@ -20,6 +20,7 @@ from ecospec_runtime.architectures import Architecture, save
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.engine import Engine
+from ecospec_runtime.gate import DraftGate
 from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.predictor import Prediction
@@ -53,6 +54,7 @@ OF_STUB = [
     "throughput:price=0.5,acceptance=raw,depth=2", PAUSING,
     "throughput:price=0.7,acceptance=raw,node_experts=1.2,min_reach=0.2",
     "throughput:price=0.8,acceptance=temperature,capacity=3,penalty=0.5",
+    "utility:trial=2,hold=3,pause=3", "utility:overlap=0.9,trial=1,hold=4,acceptance=head,min_reach=0.2",
 ]  # fmt: skip
 
 
@@ -251,8 +253,7 @@ def test_a_wrong_replay_is_noticed(case: Case, broken: str, monkeypatch: pytest.
         as_mask = replay_module.as_mask
         monkeypatch.setattr(replay_module, "as_mask", lambda experts: as_mask(experts) & (as_mask(experts) - 1))
     elif broken == "gate":
-        gate = replay_module.DraftGate
-        monkeypatch.setattr(replay_module, "DraftGate", lambda pause: gate(0))
+        monkeypatch.setattr(replay_module, "gate_of", lambda policy, depth: DraftGate(pause=0))
     else:
         case = case._replace(rows=replace(case.rows, end_tokens=()))
     assert [replayed(case, *run) for run in runs] != expected

@@ -1,0 +1,138 @@
+"""A chain of candidates whose length is set by measured utility: tokens per step over what the step costs.
+
+Source: Cascade, "Utility-Driven Speculative Decoding for Mixture-of-Experts" (arXiv 2506.20675). The utility of a chain of
+length K is U = (tokens per step) / (time of a step / time of a plain step), the speed-up itself. Short tests find the K of
+highest utility, which is then kept for longer; where even that stays below 1 speculation is off, each time for twice as long.
+
+Tokens are those that the target really accepted. Time is the device profile's in place of a clock, so that a replay decides as
+the engine does: drafting as it was, and for each node a share of a token's experts (`overlap`), for no expert's identity is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from ecospec_runtime.config import Config
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.gate import Outlook
+from ecospec_runtime.policies.base import flat_node_ms, reach_probabilities
+from ecospec_runtime.pool import Candidates
+
+FIRST = 2  # length of the first chain
+BACK_OFF = 16  # pauses grow up to this many times the first
+
+
+class UtilityPolicy(Config):
+    """Verifies the chain of likeliest children; a `UtilityGate` sets how deep it is drafted. Defaults are Cascade's."""
+
+    overlap: float = Field(default=0.3, ge=0.0, le=1.0)  # share of a node's experts that the pass reads anyway
+    budget: int | None = Field(default=None, ge=1)  # longest chain; None: as deep as the pool
+    trial: int = Field(default=4, ge=1)  # steps for which a length is tried
+    trials: int = Field(default=4, ge=1)  # most lengths tried in a test
+    hold: int = Field(default=16, ge=1)  # steps for which the best length is kept
+    pause: int = Field(default=16, ge=1)  # plain steps where none pays, before the next test
+
+    name: ClassVar[str] = "utility"
+    drafts: ClassVar[bool] = True
+    needs_routing: ClassVar[bool] = False
+    needs_profile: ClassVar[bool] = True
+
+    def select(self, candidates: Candidates, profile: DeviceProfile, context: int) -> list[int]:
+        """See `Policy.select`."""
+        parents = candidates.pool.parents.tolist()
+        values = reach_probabilities(candidates, parents)
+        likeliest: dict[int, int] = {}  # child by parent
+        for node, parent in enumerate(parents):
+            if parent not in likeliest or values[node] > values[likeliest[parent]]:
+                likeliest[parent] = node
+        chain = [-1]
+        while chain[-1] in likeliest:
+            chain.append(likeliest[chain[-1]])
+        return chain[1:][: self.budget]
+
+    def gate(self, depth: int) -> UtilityGate:
+        """See `Pausing`."""
+        return UtilityGate(self, depth)
+
+    def outlook(
+        self, candidates: Candidates | None, chosen: list[int], profile: DeviceProfile, draft_ms: float
+    ) -> Outlook:
+        """See `Pausing`. Time counts at the rate of plain decoding."""
+        extra_ms, tokens = draft_ms, 0.0
+        if candidates is not None and chosen:
+            values = reach_probabilities(candidates, candidates.pool.parents.tolist())
+            tokens = sum(values[node] for node in chosen)
+            extra_ms += profile.plain_saving_ms + len(chosen) * flat_node_ms(profile, self.overlap)
+        return Outlook(tokens, extra_ms / profile.plain_ms)
+
+    def parameters(self) -> dict[str, Any]:
+        """See `Policy.parameters`."""
+        return self.model_dump()
+
+
+@dataclass
+class UtilityGate:
+    """Test and set: climbs to the length of highest utility, a few steps each, and keeps it for a while. See `gate.Gate`."""
+
+    policy: UtilityPolicy
+    longest: int
+    depth: int | None = None
+    wait: int = 0  # plain steps still to go
+    length: int = 0  # of the last pause; 0: the last test found what pays
+    holding: bool = False  # keeping a length; else testing it
+    steps: int = 0  # so far with this length, and in them ...
+    tokens: float = 0.0  # ... tokens of target and drafter, and
+    cost: float = 0.0  # ... time, in plain steps
+    tried: dict[int, float] = field(default_factory=dict)  # utility by length, of this test
+
+    def __post_init__(self) -> None:
+        self.depth = min(FIRST, self.longest)
+
+    def passes(self) -> bool:
+        """See `gate.Gate`."""
+        if self.wait:
+            self.wait -= 1
+            return False
+        return True
+
+    def record(self, outlook: Outlook) -> None:
+        """See `gate.Gate`."""
+        self.cost += 1.0 + outlook.cost
+
+    def verified(self, accepted: int) -> None:
+        """See `gate.Gate`."""
+        self.tokens += 1 + accepted
+        self.steps += 1
+        if self.steps < (self.policy.hold if self.holding else self.policy.trial):
+            return
+        assert self.depth is not None
+        if self.holding:
+            self.holding = False
+        else:
+            self.tried[self.depth] = self.tokens / self.cost
+            self.depth = self._next_length() or self._conclude()
+        self.steps, self.tokens, self.cost = 0, 0.0, 0.0
+
+    def _next_length(self) -> int | None:
+        """An untried neighbour of the best length so far, the longer one first if that pays; None: the test is over."""
+        best = max(self.tried, key=self.tried.__getitem__)
+        if len(self.tried) == self.policy.trials or self.tried.get(1, 1.0) < 1.0:
+            return None
+        neighbours = (best + 1, best - 1) if self.tried[best] >= 1.0 else (best - 1, best + 1)
+        return next((k for k in neighbours if 1 <= k <= self.longest and k not in self.tried), None)
+
+    def _conclude(self) -> int:
+        """The best length of the test, to be kept, or to start from after a pause."""
+        best = max(self.tried, key=self.tried.__getitem__)
+        self.holding = self.tried[best] >= 1.0
+        if self.holding:
+            self.length = 0
+        else:
+            most = BACK_OFF * self.policy.pause
+            self.length = min(2 * self.length, most) if self.length else self.policy.pause
+            self.wait = self.length
+        self.tried = {}
+        return best

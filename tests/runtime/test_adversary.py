@@ -1,0 +1,63 @@
+"""A drafter that is sure of itself and always wrong: drafting stops, is tried now and then, and comes back when it pays."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecospec_runtime.config import GenerationConfig, PoolConfig
+from ecospec_runtime.engine import Engine
+from ecospec_runtime.gate import LONGEST
+from ecospec_runtime.policies import build_policy, parse_policy
+from ecospec_runtime.target import Target
+from tests.pools import make_profile
+
+PROMPT, TOKENS, TURN = [5, 9, 40, 3], 160, 90
+SHAPE = PoolConfig(depth=3, beam=2, width=3)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return Target.from_pretrained(tiny_target_dir)
+
+
+@pytest.fixture(scope="module")
+def text(target: Target) -> list[int]:
+    stream = Engine(target).generate(PROMPT, GenerationConfig(max_new_tokens=TOKENS + 8, eos_token_id=()))
+    return PROMPT + [token.id for token in stream]
+
+
+@pytest.mark.parametrize("policy", ["throughput:node_experts=1,acceptance=raw", "utility"])
+@pytest.mark.parametrize("kind", ["liar", "reformed"])
+def test_drafting_stops_and_is_tried_again(
+    target: Target, text: list[int], stub_drafter: Any, policy: str, kind: str
+) -> None:
+    def propose(context: list[int], path: list[int]) -> list[int]:
+        at = 1 + len(context) + len(path)
+        right = text[at] if at < len(text) else 0
+        return [(right + shift) % 96 for shift in ((0, 1, 2) if kind == "reformed" and at > TURN else (1, 2, 3))]
+
+    drafter, spec = stub_drafter(propose, confidence=0.99), parse_policy(policy)
+    engine = Engine(target, drafter, None, build_policy(spec), make_profile(0.05, 0.05), SHAPE)
+    drafted, expand = [], drafter.expand
+
+    def watched(sequence: Any, root: int, config: PoolConfig, *rest: Any) -> Any:
+        drafted.append(1 + len(sequence.tokens))
+        return expand(sequence, root, config, *rest)
+
+    drafter.expand = watched
+    stream = engine.generate(PROMPT, GenerationConfig(max_new_tokens=TOKENS, eos_token_id=()))
+    assert [token.id for token in stream] == text[len(PROMPT) :][:TOKENS]
+    before = [at for at in drafted if at <= TURN]
+    assert 3 <= len(before) <= 24, "a few tries in the first steps and between the pauses"
+    if kind == "liar":
+        assert stream.statistics.accepted == 0
+        assert len(drafted) <= 28
+        assert drafted[-1] > TURN, "it is tried again"
+    else:
+        assert stream.statistics.accepted > 20
+        assert stream.statistics.passes < TOKENS - 20
+    assert max(b - a for a, b in pairwise(drafted)) <= 4 * LONGEST
