@@ -138,10 +138,7 @@ def pack_row(shard: TraceShard, row: int, scorer: Scorer, embed: Embed, temperat
         raise UserError(f"row {row} of a shard: its pool is not level by level; harvest again")
     prediction = None if scorer.predictor is None else scorer.predictor.predict(pool, embed)
     scored = scorer.judge(pool, prediction, needs_routing=prediction is not None, temperature=temperature)
-    slim = replace(
-        pool, states=np.zeros((0, 0), np.float32), entropies=np.zeros(0, np.float32), temperatures=(),
-        log_normalizers=np.zeros((0, 0), np.float32),
-    )  # fmt: skip
+    slim = replace(pool, states=np.zeros((0, 0), np.float32))
     candidates: dict[AcceptanceKind, Candidates] = {}
     for kind in get_args(AcceptanceKind) if prediction is not None else ("raw",):
         accepted = scored.acceptance
@@ -264,9 +261,9 @@ class Step:
                 candidates = replace(candidates, masks=row.used[1:], root_mask=row.used[0])
             if kept is not None:
                 candidates = take(candidates, kept)
-                if self.kind == "head":  # siblings share a softmax: those left out are out of it
-                    logits = row.logits[kept]
-                    accepted = acceptance(candidates.pool, "head", self.rows.model, logits, self.rows.temperature)
+                if self.kind != "raw":  # siblings share a softmax: those left out are out of it
+                    logits = row.logits[kept] if self.kind == "head" else None
+                    accepted = acceptance(candidates.pool, self.kind, self.rows.model, logits, self.rows.temperature)
                     candidates = with_acceptance(candidates, accepted)
             chosen = self.policy.select(candidates, self.profile, row.context)
         if isinstance(self.policy, Pausing):

@@ -73,7 +73,7 @@ def rows(target: Target, texts: list[list[int]], drafter: Any) -> ReplayRows:
         [record(target, drafter, scorer, text[: len(prompt) + position]) for position in range(LENGTH)]
         for prompt, text in zip(PROMPTS, texts, strict=True)
     ]
-    return ReplayRows(prompts, 7, SHAPE, "head")
+    return ReplayRows(prompts, 7, SHAPE, "head", FixedPredictor.acceptance)
 
 
 def record(target: Target, drafter: Any, scorer: Scorer, known: list[int]) -> ReplayRow:
