@@ -18,7 +18,7 @@ from ecospec_train.fit import FitConfig, fit
 from ecospec_train.reliability import RELIABILITY_PLOT, reliability
 from ecospec_train.replay import load_rows
 from ecospec_train.traces import Traces
-from pipelines.benchmark.acceptance import collect, main, perfect, text_groups, truth
+from pipelines.benchmark.acceptance import collect, main, perfect, prompt_texts, text_groups, truth
 from tests.train.invented import make_profile
 from tests.train.synthetic import write_traces
 
@@ -85,11 +85,13 @@ def test_the_report_holds_every_kind_and_the_oracles_on_top(folders: tuple[Path,
     assert rates["both perfect"] >= rates["perfect acceptance"] * 0.999
     assert rates["perfect acceptance"] > max(rates[kind] for kind in KINDS)
     assert "both perfect" in out.read_text()
+
+
+def test_prompts_of_another_harvest_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "other"}\n')
     with pytest.raises(UserError, match="not the prompts"):
-        other = tmp_path / "other.jsonl"
-        other.write_text('{"prompt": "other"}\n')
-        main(["--traces", str(traces), "--predictor", str(predictor), "--profile", str(profile), "--out", str(out),
-              "--prompts", str(other)])  # fmt: skip
+        prompt_texts(other, Traces(folders[0]))
 
 
 def test_fit_leaves_a_reliability_plot(folders: tuple[Path, Path]) -> None:
