@@ -127,6 +127,16 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
     assert AcceptanceModel.load(tmp_path) == MODEL
 
 
+def test_versions_1_and_2_are_read_and_no_other(tmp_path: Path) -> None:
+    for version in (1, 2):
+        text = f'{{"schema_version": {version}, "best": "raw", "temperature": 1, "logistic": {{}}}}'
+        (tmp_path / "acceptance.json").write_text(text)
+        assert AcceptanceModel.load(tmp_path).schema_version == version
+    (tmp_path / "acceptance.json").write_text(text.replace("2", "3"))
+    with pytest.raises(UserError, match="schema_version"):
+        AcceptanceModel.load(tmp_path)
+
+
 def test_sampling_corrects_every_fitted_kind_but_not_the_drafters_own() -> None:
     corrections = [SamplingCorrection(temperature=0.0), SamplingCorrection(temperature=0.8, slope=0.5, bias=-1.0)]
     model = MODEL.model_copy(update={"sampling": dict.fromkeys(KINDS[1:], corrections)})
