@@ -168,16 +168,14 @@ def acceptance(
     if kind == "head":
         assert logits is not None
         estimate = sibling_softmax(np.where(np.isfinite(logits), logits, np.nan), pool.parents)
+    elif kind == "logistic":
+        assert model is not None
+        logits = logistic_logits(node_scalars(pool)[1:], model.logistic)
+        estimate = sibling_softmax(logits, model.groups(pool.parents))
     else:
         assert model is not None
-        if kind == "logistic":
-            estimate = sibling_softmax(
-                logistic_logits(node_scalars(pool)[1:], model.logistic), model.groups(pool.parents)
-            )
-        else:
-            column = pool.temperatures.index(model.temperature)
-            normalizers = pool.log_normalizers[pool.state_rows, column]
-            estimate = at_temperature(pool.log_probs, normalizers, model.temperature)
+        normalizers = pool.log_normalizers[pool.state_rows, pool.temperatures.index(model.temperature)]
+        estimate = at_temperature(pool.log_probs, normalizers, model.temperature)
     estimate = np.clip(np.where(np.isfinite(estimate), estimate, own), 0.0, 1.0).astype(np.float32)
     corrections = model.sampling.get(kind) if model else None
     if model is None or not corrections:

@@ -15,11 +15,12 @@ RELIABILITY_PLOT = "reliability.png"
 def reliability(estimate: Floats, label: Floats) -> tuple[Floats, Floats, Floats]:
     """Mean estimate, mean label and number of nodes of every bin in use, over `BINS` equal-width bins."""
     index = np.minimum((estimate * BINS).astype(int), BINS - 1)
-    counts = np.bincount(index, minlength=BINS)
+    counts = np.bincount(index, minlength=BINS).astype(np.float32)
     used = counts > 0
-    sums = [np.bincount(index, values.astype(np.float64), BINS)[used] for values in (estimate, label)]
-    counts = counts[used].astype(np.float32)
-    return (sums[0] / counts).astype(np.float32), (sums[1] / counts).astype(np.float32), counts
+    mean, found = (
+        np.bincount(index, values.astype(np.float64), BINS)[used] / counts[used] for values in (estimate, label)
+    )
+    return mean.astype(np.float32), found.astype(np.float32), counts[used]
 
 
 def plot_reliability(panels: dict[str, tuple[dict[str, Floats], Floats]], path: Path) -> bool:

@@ -7,7 +7,7 @@ reliability plots as PNG. Texts are told apart by what was generated: `loops` (a
 which the other groups leave out; `template` (half of the 4-grams or more occur before, in this text or another one); with
 the harvest's `--prompts`, `prose` and `code` among the rest by the end of the prompt, else `other`.
 
-Legend: M nodes whose parent is on the target's own path.
+Legend: n nodes of a pool, M nodes whose parent is on the target's own path.
 """
 
 from __future__ import annotations
@@ -15,36 +15,65 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ecospec_runtime.acceptance import KINDS
+from ecospec_runtime.acceptance import KINDS, LOGIT_BOUND, acceptance
 from ecospec_runtime.config import read_model
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import PolicySpec, parse_policy
-from ecospec_runtime.pool import Floats
-from ecospec_runtime.predictor import METRICS_FILE, Predictor
+from ecospec_runtime.pool import Floats, Ints, Pool
+from ecospec_runtime.predictor import METRICS_FILE, Embed, Prediction, Predictor
 from ecospec_runtime.prompts import fingerprint_prompts, read_prompts
 from ecospec_runtime.statistics import loop_share
 from ecospec_train.calibrate import calibration_error, log_loss
 from ecospec_train.reliability import plot_reliability
-from ecospec_train.replay import ReplayRow, ReplayRows, load_rows, replay, replay_at_best_price, with_acceptance
+from ecospec_train.replay import ReplayRows, load_rows, replay, replay_at_best_price
 from ecospec_train.traces import Traces
 
 LOOPS, TEMPLATE, PROSE = 0.1, 0.5, 0.75  # shares from which a text counts as one of loops, template, prose
 GRAM = 4
 TAIL = 300  # characters of the prompt that tell prose from code
 HONEST = "without loops"
+NO_LABELS: Floats = np.zeros(0, np.float32)
 
 
-def own_text(rows: list[ReplayRow]) -> list[int]:
-    """The target's text at the positions of one prompt, as token ids."""
-    return [next(iter(row.candidates.values())).pool.root_token for row in rows]
+@dataclass
+class Text:
+    """One held-out prompt: what was generated, and what was estimated of its candidates."""
+
+    tokens: list[int] = field(default_factory=list)
+    estimates: dict[str, list[Floats]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    labels: list[Floats] = field(default_factory=list)
+
+
+class Told:
+    """A predictor whose head knows what the target takes, by pool."""
+
+    def __init__(self, predictor: Predictor):
+        self.predictor, self.shapes, self.manifest = predictor, predictor.shapes, predictor.manifest
+        self.acceptance = predictor.acceptance.model_copy(update={"sampling": {}})
+        self.labels: dict[bytes, Floats] = {}
+
+    def learn(self, pool: Pool, label: Floats) -> None:
+        """Remember the labels `[n]` of a pool."""
+        self.labels[self.key(pool)] = label
+
+    def predict(self, pool: Pool, embed: Embed) -> Prediction:
+        """What the predictor says, its acceptance logits replaced."""
+        sure = LOGIT_BOUND * (2 * self.labels[self.key(pool)] - 1)
+        logits = np.concatenate(([0.0], sure)).astype(np.float32)
+        return self.predictor.predict(pool, embed)._replace(acceptance_logits=logits)
+
+    @staticmethod
+    def key(pool: Pool) -> bytes:
+        """What tells pools apart."""
+        return pool.tokens.tobytes() + pool.log_probs.tobytes()
 
 
 def text_groups(texts: list[list[int]], prompts: list[str] | None) -> list[str]:
@@ -73,38 +102,48 @@ def prose_or_code(text: str) -> str:
     return "prose" if plain and np.mean(plain) >= PROSE else "code"
 
 
-def truth(row: ReplayRow) -> tuple[Floats, np.ndarray]:
-    """Of each node `[n]`: 1 if the target takes it after its parent, and whether that parent is on the target's path."""
-    label = np.array([t == row.next_tokens[p + 1] for t, p in zip(row.tokens, row.parents, strict=True)], np.float32)
+def truth(pool: Pool, next_tokens: Ints) -> tuple[Floats, NDArray[np.bool_]]:
+    """Of each node `[n]`: 1 if the target takes it after its parent, and whether that parent is on the target's path.
+
+    `next_tokens` `[n + 1]` is what the target says after root and nodes.
+    """
+    label = (pool.tokens == next_tokens[pool.parents + 1]).astype(np.float32)
     judged = np.zeros(len(label), bool)
-    for i, parent in enumerate(row.parents):
+    for i, parent in enumerate(pool.parents.tolist()):
         judged[i] = parent < 0 or (judged[parent] and label[parent] > 0)
     return label, judged
 
 
-def collect(prompts: Iterable[list[ReplayRow]]) -> tuple[dict[str, Floats], Floats]:
-    """Estimates by kind `[M]` and labels `[M]` of some prompts."""
-    estimates: dict[str, list[Floats]] = {kind: [] for kind in KINDS}
-    labels = []
-    for row in (row for rows in prompts for row in rows if row.tokens):
-        label, judged = truth(row)
-        labels.append(label[judged])
-        for kind in KINDS:
-            estimates[kind].append(row.candidates[kind].acceptance[judged])
-    return {kind: np.concatenate(parts) for kind, parts in estimates.items()}, np.concatenate(labels)
+def read_texts(traces: Traces, predictor: Predictor, told: Told) -> dict[int, Text]:
+    """The held-out texts by prompt id, in the order of the traces, scored as decoding scores; `told` learns their labels."""
+    held, embed, temperature = set(predictor.manifest.heldout_prompts), traces.embedding(), traces.manifest.temperature
+    texts: dict[int, Text] = {}
+    for shard in traces.shards():
+        for row in np.flatnonzero(np.isin(shard.prompt_id, list(held))).tolist():
+            pool, text = shard.pool(row), texts.setdefault(int(shard.prompt_id[row]), Text())
+            text.tokens.append(pool.root_token)
+            label, judged = truth(pool, shard.next_tokens_of(row).astype(np.int64))
+            told.learn(pool, label)
+            text.labels.append(label[judged])
+            logits = predictor.predict(pool, embed).acceptance_logits[1:]
+            for kind in KINDS:
+                given = logits if kind == "head" else None
+                estimate = acceptance(pool, kind, predictor.acceptance, given, temperature)
+                text.estimates[kind].append(estimate[judged])
+    return texts
 
 
-def perfect(rows: ReplayRows) -> ReplayRows:
-    """The same rows with what the target will take as acceptance `raw`."""
-
-    def told(row: ReplayRow) -> ReplayRow:
-        return replace(row, candidates={"raw": with_acceptance(row.candidates[rows.best], truth(row)[0])})
-
-    return replace(rows, prompts=[[told(row) for row in prompt] for prompt in rows.prompts], best="raw")
+def collect(texts: list[Text]) -> tuple[dict[str, Floats], Floats]:
+    """Estimates by kind `[M]` and labels `[M]` of some texts."""
+    estimates = {kind: np.concatenate([part for text in texts for part in text.estimates[kind]]) for kind in KINDS}
+    return estimates, np.concatenate([part for text in texts for part in text.labels])
 
 
-def replayed(policy: str, rows: ReplayRows, profile: DeviceProfile) -> dict[str, float]:
-    """Tokens per ms of `policy` at its best price under every kind, and under perfect acceptance, routing and both."""
+def replayed(policy: str, rows: ReplayRows, known: ReplayRows, profile: DeviceProfile) -> dict[str, float]:
+    """Tokens per ms of `policy` at its best price under every kind, and under perfect acceptance, routing and both.
+
+    `known` are the same rows, scored by `Told`.
+    """
 
     def at_best_price(kind: str, rows: ReplayRows) -> tuple[PolicySpec, float]:
         spec, result = replay_at_best_price(parse_policy(policy).model_copy(update={"acceptance": kind}), rows, profile)
@@ -115,8 +154,7 @@ def replayed(policy: str, rows: ReplayRows, profile: DeviceProfile) -> dict[str,
         specs[kind], rates[kind] = at_best_price(kind, rows)
     best = max(KINDS, key=rates.__getitem__)
     rates["perfect routing"] = replay(specs[best], rows, profile, oracle=True).tokens_per_ms
-    known = perfect(rows)
-    spec, rates["perfect acceptance"] = at_best_price("raw", known)
+    spec, rates["perfect acceptance"] = at_best_price("head", known)
     rates["both perfect"] = replay(spec, known, profile, oracle=True).tokens_per_ms
     return rates
 
@@ -125,23 +163,26 @@ def measure(
     traces: Traces, predictor: Predictor, profile: DeviceProfile, prompts: list[str] | None, policy: str
 ) -> tuple[dict[str, Any], dict[str, tuple[dict[str, Floats], Floats]]]:
     """The figures by group of text, and the estimates and labels that the plots show."""
-    held = set(predictor.manifest.heldout_prompts)
-    rows = load_rows(traces, predictor, held)
-    ids = [prompt for shard in traces.manifest.shards for prompt in shard.prompt_ids if prompt in held]
-    groups = text_groups([own_text(p) for p in rows.prompts], [prompts[i] for i in ids] if prompts else None)
+    told = Told(predictor)
+    texts = read_texts(traces, predictor, told)
+    groups = text_groups([t.tokens for t in texts.values()], [prompts[i] for i in texts] if prompts else None)
+    rows = load_rows(traces, predictor, set(texts))
+    known = load_rows(traces, told, set(texts))  # type: ignore[arg-type]
     chosen = {"all": set(groups), HONEST: set(groups) - {"loops"}} | {name: {name} for name in sorted(set(groups))}
     figures: dict[str, Any] = {}
     panels = {}
     for name, members in chosen.items():
-        part = [p for p, group in zip(rows.prompts, groups, strict=True) if group in members]
-        if not any(row.tokens for p in part for row in p):
+        own = [i for i, group in enumerate(groups) if group in members]
+        estimates, label = collect([list(texts.values())[i] for i in own]) if own else ({}, NO_LABELS)
+        if not len(label):
             continue
-        estimates, label = panels[name] = collect(part)
+        panels[name] = estimates, label
+        part, told_part = (replace(r, prompts=[r.prompts[i] for i in own]) for r in (rows, known))
         figures[name] = {
-            "prompts": len(part), "nodes": len(label),
+            "prompts": len(own), "nodes": len(label),
             "log_loss": {kind: log_loss(value, label) for kind, value in estimates.items()},
             "calibration_error": {kind: calibration_error(value, label) for kind, value in estimates.items()},
-            "tokens_per_ms": replayed(policy, replace(rows, prompts=part), profile),
+            "tokens_per_ms": replayed(policy, part, told_part, profile),
         }  # fmt: skip
     return figures, panels
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from ecospec_runtime.acceptance import KINDS
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import Predictor
+from ecospec_runtime.scoring import Scorer
 from ecospec_train.calibrate import calibration_error
 from ecospec_train.fit import FitConfig, fit
 from ecospec_train.reliability import RELIABILITY_PLOT, reliability
-from ecospec_train.replay import load_rows
 from ecospec_train.traces import Traces
-from pipelines.benchmark.acceptance import collect, main, perfect, prompt_texts, text_groups, truth
+from pipelines.benchmark.acceptance import Told, collect, main, prompt_texts, read_texts, text_groups, truth
 from tests.train.invented import make_profile
-from tests.train.synthetic import write_traces
+from tests.train.synthetic import EXPERTS, LAYERS, write_traces
 
 
 @pytest.fixture(scope="module")
@@ -44,29 +44,26 @@ def test_texts_are_told_apart_by_what_repeats() -> None:
 
 
 def test_nodes_are_judged_where_their_parent_is_reached(folders: tuple[Path, Path]) -> None:
-    rows = load_rows(Traces(folders[0]), Predictor.from_folder(folders[1]))
+    traces, predictor = Traces(folders[0]), Predictor.from_folder(folders[1])
+    predictor.manifest.heldout_prompts = list(range(10))
+    told = Told(predictor)
+    texts = read_texts(traces, predictor, told)
+    scorer, embed = Scorer(told, "head", LAYERS, EXPERTS), traces.embedding()  # type: ignore[arg-type]
     judged = 0
-    for prompt in rows.prompts:
-        for row in prompt:
-            label, where = truth(row)
+    for shard in traces.shards():
+        for row in range(len(shard)):
+            pool, after = shard.pool(row), shard.next_tokens_of(row).tolist()
+            label, where = truth(pool, np.array(after))
             on_path = [-1]
-            for node, parent in enumerate(row.parents):
+            for node, (token, parent) in enumerate(zip(pool.tokens.tolist(), pool.parents.tolist(), strict=True)):
                 assert where[node] == (parent in on_path)
-                if where[node] and row.tokens[node] == row.next_tokens[parent + 1]:
-                    assert label[node] == 1
+                assert label[node] == (token == after[parent + 1])
+                if where[node] and label[node]:
                     on_path.append(node)
             judged += int(where.sum())
-    estimates, label = collect(rows.prompts)
-    assert len(label) == judged
-    assert {len(values) for values in estimates.values()} == {judged}
-    known, taken = collect_raw(perfect(rows).prompts)
-    np.testing.assert_array_equal(known, taken)
-
-
-def collect_raw(prompts: list) -> tuple[np.ndarray, np.ndarray]:
-    """Estimates of kind `raw` and labels, of rows that have no other kind."""
-    parts = [(row.candidates["raw"].acceptance, *truth(row)) for rows in prompts for row in rows]
-    return np.concatenate([p[where] for p, _, where in parts]), np.concatenate([y[where] for _, y, where in parts])
+            assert scorer.score(pool, embed, False).acceptance == pytest.approx(label, abs=1e-6)
+    estimates, label = collect(list(texts.values()))
+    assert {len(label), *(len(values) for values in estimates.values())} == {judged}
 
 
 def test_the_report_holds_every_kind_and_the_oracles_on_top(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,7 +110,7 @@ def test_replay_equals_live_decoding(target: Target, drafter: Any, rows: ReplayR
                     min_reach=spec.min_reach, record_routing=True)  # fmt: skip
     accepted = 0
     for prompt, recorded in zip(PROMPTS, rows.prompts, strict=True):
-        result = replay(spec, ReplayRows([recorded], 7, SHAPE, "head"), profile)
+        result = replay(spec, replace(rows, prompts=[recorded]), profile)
         stream = engine.generate(prompt, GenerationConfig(max_new_tokens=LENGTH + 1, eos_token_id=()))
         assert len(list(stream)) == LENGTH + 1
         live = stream.statistics
