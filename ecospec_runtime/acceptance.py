@@ -1,9 +1,10 @@
 """Acceptance probability of every pool node, given that its parent was accepted.
 
 Four kinds, in rising order of power (DESIGN section 3): `raw` is the drafter's own p; `temperature` re-reads the drafter's
-logits at one fitted temperature; `logistic` is linear in log p, rank, depth and entropy; `head` is the predictor's learned
-head, whose siblings share a softmax with "none of these" (logit 0) and so sum to at most 1. Numpy only: it runs in the
-decoding loop. What was fitted lives in a predictor folder's `acceptance.json`.
+logits at one fitted temperature; `logistic` has a logit linear in log p, rank, depth and entropy; `head` adds to it what the
+predictor's network has learned. Siblings share a softmax with "none of these" (logit 0) and so sum to at most 1. Numpy only:
+it runs in the decoding loop. What was fitted lives in a predictor folder's `acceptance.json`. What each kind is worth, and
+what was tried and left out: docs/acceptance.md.
 
 Legend: n nodes, s drafter states, t temperatures.
 """
@@ -46,7 +47,10 @@ class LogisticWeights(BaseModel):
 
 
 class SamplingCorrection(BaseModel):
-    """What acceptance becomes when the target is sampled at `temperature`: logit' = slope * logit + bias."""
+    """What acceptance becomes when the target is sampled at `temperature`: logit' = slope * logit + bias.
+
+    The logit is against "none of the siblings", log p(node) - log p(none), and the siblings share a softmax again.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -56,16 +60,23 @@ class SamplingCorrection(BaseModel):
 
 
 class AcceptanceModel(BaseModel):
-    """Contents of `acceptance.json`: every fitted kind, and which did best on held-out text."""
+    """Contents of `acceptance.json`: every fitted kind, and which did best on held-out text.
+
+    Version 1 knew no siblings in `logistic` and `sampling`: each node has a logit, and a correction, of its own.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 2
     best: AcceptanceKind
     temperature: float = Field(gt=0)  # tau of kind `temperature`, a member of TEMPERATURES
     logistic: LogisticWeights
     log_loss: dict[str, float] = Field(default_factory=dict)  # held-out log loss in nats per kind
     sampling: dict[AcceptanceKind, list[SamplingCorrection]] = Field(default_factory=dict)  # by rising temperature
+
+    def groups(self, parents: Ints) -> Ints:
+        """Which nodes share a softmax in `logistic` and `sampling`, `[n]`: siblings, or each node by itself."""
+        return parents if self.schema_version > 1 else np.arange(len(parents))
 
     @classmethod
     def load(cls, folder: Path) -> AcceptanceModel:
@@ -108,11 +119,10 @@ def at_temperature(log_probs: Floats, log_normalizers: Floats, temperature: floa
         return np.exp(np.minimum(log_probs / np.float32(temperature) - log_normalizers, 0.0))
 
 
-def logistic(scalars_n4: Floats, weights: LogisticWeights) -> Floats:
-    """Logistic acceptance `[n]` from node scalars (root row left out)."""
+def logistic_logits(scalars_n4: Floats, weights: LogisticWeights) -> Floats:
+    """Logits of kind `logistic` `[n]` from node scalars (root row left out)."""
     with np.errstate(over="ignore", invalid="ignore"):  # of odd drafters; the caller takes care of NaN
-        logits = np.clip(scalars_n4 @ weights.vector() + np.float32(weights.bias), -LOGIT_BOUND, LOGIT_BOUND)
-    return (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
+        return scalars_n4 @ weights.vector() + np.float32(weights.bias)
 
 
 def sibling_softmax(logits: Floats, parents: Ints) -> Floats:
@@ -125,18 +135,23 @@ def sibling_softmax(logits: Floats, parents: Ints) -> Floats:
     return (weights / (1.0 + totals[parents + 1])).astype(np.float32)
 
 
-def when_sampled(accepted: Floats, corrections: list[SamplingCorrection], temperature: float) -> Floats:
-    """Acceptance `[n]` for a target sampled at `temperature`, between the two nearest corrections.
+def none_logits(accepted: Floats, groups: Ints) -> Floats:
+    """The logits `[n]` whose `sibling_softmax` over `groups` is `accepted` `[n]`: log p(node) - log p(none of the group)."""
+    p = np.clip(accepted.astype(np.float64), PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
+    none = np.maximum(1.0 - np.bincount(groups + 1, p)[groups + 1], PROBABILITY_FLOOR)
+    return np.log(p / none).astype(np.float32)
 
-    Siblings are corrected one by one: their sum may pass 1 a little.
-    """
+
+def when_sampled(
+    accepted: Floats, groups: Ints, corrections: list[SamplingCorrection], temperature: float
+) -> Floats:  # fmt: skip
+    """Acceptance `[n]` for a target sampled at `temperature`, between the two nearest corrections; groups sum to at most 1."""
     known = [c.temperature for c in corrections]
     slope = np.interp(temperature, known, [c.slope for c in corrections])
     bias = np.interp(temperature, known, [c.bias for c in corrections])
     if (slope, bias) == (1.0, 0.0):
         return accepted
-    p = np.clip(accepted.astype(np.float64), PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
-    return (1.0 / (1.0 + np.exp(-(slope * np.log(p / (1 - p)) + bias)))).astype(np.float32)
+    return sibling_softmax((slope * none_logits(accepted, groups) + bias).astype(np.float32), groups)
 
 
 def acceptance(
@@ -153,14 +168,16 @@ def acceptance(
     if kind == "head":
         assert logits is not None
         estimate = sibling_softmax(np.where(np.isfinite(logits), logits, np.nan), pool.parents)
+    elif kind == "logistic":
+        assert model is not None
+        logits = logistic_logits(node_scalars(pool)[1:], model.logistic)
+        estimate = sibling_softmax(logits, model.groups(pool.parents))
     else:
         assert model is not None
-        if kind == "logistic":
-            estimate = logistic(node_scalars(pool)[1:], model.logistic)
-        else:
-            column = pool.temperatures.index(model.temperature)
-            normalizers = pool.log_normalizers[pool.state_rows, column]
-            estimate = at_temperature(pool.log_probs, normalizers, model.temperature)
+        normalizers = pool.log_normalizers[pool.state_rows, pool.temperatures.index(model.temperature)]
+        estimate = at_temperature(pool.log_probs, normalizers, model.temperature)
     estimate = np.clip(np.where(np.isfinite(estimate), estimate, own), 0.0, 1.0).astype(np.float32)
     corrections = model.sampling.get(kind) if model else None
-    return when_sampled(estimate, corrections, temperature) if corrections else estimate
+    if model is None or not corrections:
+        return estimate
+    return when_sampled(estimate, model.groups(pool.parents), corrections, temperature)

@@ -1,5 +1,5 @@
 """Fit the acceptance models that need no network: one temperature, a logistic in log p, rank, depth and entropy, and what
-sampling makes of any of them.
+sampling makes of any of them; and how far the head may go beyond the logistic.
 
 Legend: M nodes whose parent is reached, t drafter temperatures.
 """
@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ecospec_runtime import acceptance
 from ecospec_runtime.acceptance import PROBABILITY_FLOOR, TEMPERATURES, LogisticWeights, SamplingCorrection
-from ecospec_runtime.pool import Floats
-from ecospec_train.predictor_data import NodeTables, positions_of
+from ecospec_runtime.pool import Floats, Ints
+from ecospec_train.predictor_data import NodeTables, network_inputs, positions_of
+from ecospec_train.predictor_model import PredictorNetwork, acceptance_loss
+from ecospec_train.reliability import BINS
 
-BINS = 15
+SHARES = tuple(i / 10 for i in range(11))  # of the head's correction
+CHUNK = 4096  # rows of one run of the network
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,27 @@ class AcceptanceRows:
     scalars: Floats  # [M, 4]
     label: Floats  # [M]
     log_normalizers: Floats  # [M, t]
+    groups: Ints  # [M] siblings have one number, from 0
 
     @classmethod
     def collect(cls, tables: NodeTables, prompts: set[int]) -> AcceptanceRows:
         """The rows of the given prompts."""
         parts = []
+        count = 0
         for table in tables:
             rows = table.rows_of(positions_of(table, prompts))
             rows = rows[table.weight[rows] > 0]
-            parts.append((table.scalars[rows], table.label[rows], table.log_normalizers[table.state_rows[rows]]))
+            groups = count + number(table.parents[rows])
+            count = int(groups.max(initial=count - 1)) + 1
+            parts.append(
+                (table.scalars[rows], table.label[rows], table.log_normalizers[table.state_rows[rows]], groups)
+            )
         return cls(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def number(parents: Ints) -> Ints:
+    """The sibling group of each node, numbered from 0."""
+    return np.unique(parents, return_inverse=True)[1]
 
 
 def log_loss(estimate: Floats, label: Floats, weight: Floats | None = None) -> float:
@@ -63,41 +76,76 @@ def fit_temperature(rows: AcceptanceRows, drafter_temperatures: tuple[float, ...
     return min(losses, key=losses.__getitem__) if losses else 1.0
 
 
-def fit_sampling(estimate: Floats, sampled: Floats, weight: Floats, temperature: float) -> SamplingCorrection:
-    """How acceptance at the traces' temperature, `estimate` `[M]`, turns into `sampled` `[M]`, that at `temperature`."""
-    p = torch.from_numpy(np.clip(estimate.astype(np.float64), PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR))
-    logit, label, scale = (p / (1 - p)).log(), torch.from_numpy(sampled).double(), torch.from_numpy(weight).double()
-    values = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([values], max_iter=50, line_search_fn="strong_wolfe")
+def fit_sampling(
+    estimate: Floats, sampled: Floats, weight: Floats, groups: Ints, temperature: float
+) -> SamplingCorrection:  # fmt: skip
+    """How acceptance at the traces' temperature, `estimate` `[M]`, turns into `sampled` `[M]`, that at `temperature`.
 
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        losses = F.binary_cross_entropy_with_logits(values[0] * logit + values[1], label, reduction="none")
-        total = (losses * scale).sum() / scale.sum().clamp(min=1e-9)
-        total.backward()  # type: ignore[no-untyped-call]
-        return total
-
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
-    slope, bias = values.detach().tolist()
+    `groups` `[M]` numbers the siblings from 0; `weight` `[M]` is the same for all of a group.
+    """
+    logits = acceptance.none_logits(estimate, groups)
+    x = np.stack([logits, np.ones_like(logits)], 1)
+    slope, bias = fit_linear(x, sampled, weight, groups, (1.0, 0.0))
     return SamplingCorrection(temperature=temperature, slope=max(0.0, slope), bias=bias)
 
 
-def fit_logistic(rows: AcceptanceRows) -> LogisticWeights:
-    """Logistic regression by L-BFGS on standardised scalars, folded back to plain ones."""
-    x = torch.from_numpy(rows.scalars).double()
-    label = torch.from_numpy(rows.label).double()
-    mean, std = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
-    x = (x - mean) / std
-    weights = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+def fit_linear(
+    features: Floats, label: Floats, weight: Floats, groups: Ints, start: tuple[float, ...], ridge: float = 0.0
+) -> list[float]:  # fmt: skip
+    """Weights of `features` `[M, f]` whose sum is the logit of least `acceptance_loss`, by L-BFGS from `start`."""
+    x, y, scale = (torch.from_numpy(values).double() for values in (features, label, weight))
+    group, count = torch.from_numpy(groups), int(groups.max(initial=-1)) + 1
+    weights = torch.tensor(start, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        value = F.binary_cross_entropy_with_logits(x @ weights[:4] + weights[4], label) + 1e-6 * weights.square().sum()
+        value = acceptance_loss(x @ weights, group, y, scale, count) + ridge * weights.square().sum()
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
-    slope = weights.detach()[:4] / std
-    bias = float(weights.detach()[4] - (slope * mean).sum())
-    return LogisticWeights(**dict(zip(("log_p", "rank", "depth", "entropy"), slope.tolist(), strict=True)), bias=bias)
+    return weights.detach().tolist()  # type: ignore[no-any-return]
+
+
+def fit_logistic(rows: AcceptanceRows) -> LogisticWeights:
+    """Multinomial logistic regression, siblings against "none", on standardised scalars, folded back to plain ones."""
+    mean, std = rows.scalars.mean(0, dtype=np.float64), np.maximum(rows.scalars.std(0, dtype=np.float64), 1e-6)
+    x = np.column_stack([(rows.scalars - mean) / std, np.ones(len(rows.label))])
+    *scaled, bias = fit_linear(x, rows.label, np.ones_like(rows.label), rows.groups, (0.0,) * 5, ridge=1e-6)
+    slopes = np.array(scaled) / std
+    names = dict(zip(("log_p", "rank", "depth", "entropy"), slopes.tolist(), strict=True))
+    return LogisticWeights(**names, bias=bias - float((slopes * mean).sum()))
+
+
+def choose_share(
+    network: PredictorNetwork, weights: LogisticWeights, tables: NodeTables, prompts: set[int]
+) -> float:  # fmt: skip
+    """How much of the head's correction to the logistic helps on `prompts` it has not learned from: one of `SHARES`.
+
+    0 where there are none. So the head is no worse than the logistic on text like theirs.
+    """
+    rows = AcceptanceRows.collect(tables, prompts)
+    if not len(rows.label):
+        return 0.0
+    plain = acceptance.logistic_logits(rows.scalars, weights)
+    further = head_logits(network, tables, prompts) - plain
+    losses = [
+        log_loss(acceptance.sibling_softmax(plain + np.float32(share) * further, rows.groups), rows.label)
+        for share in SHARES
+    ]
+    return SHARES[int(np.argmin(losses))]
+
+
+def head_logits(network: PredictorNetwork, tables: NodeTables, prompts: set[int]) -> Floats:
+    """Acceptance logits `[M]` of the rows that `AcceptanceRows.collect` takes."""
+    network = network.cpu().eval()
+    parts = []
+    for table in tables:
+        rows = table.rows_of(positions_of(table, prompts))
+        rows = rows[table.weight[rows] > 0]
+        for start in range(0, len(rows), CHUNK):
+            inputs = network_inputs(table, rows[start : start + CHUNK], tables.embed)
+            with torch.inference_mode():
+                parts.append(network(*(torch.from_numpy(value) for value in inputs.values()))[1].numpy())
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from ecospec_runtime import acceptance
 from ecospec_runtime.acceptance import AcceptanceModel, SamplingCorrection
-from ecospec_runtime.pool import Floats, pack_masks, path_products
+from ecospec_runtime.pool import Floats, Ints, pack_masks, path_products
 from ecospec_runtime.predictor import Prediction, Predictor, PredictorShapes, predicted_masks, shrink
 from ecospec_train.baselines import RoutingTable, distinct_tokens, hits, top_ids
-from ecospec_train.calibrate import calibration_error, fit_sampling, log_loss
+from ecospec_train.calibrate import calibration_error, fit_sampling, log_loss, number
 from ecospec_train.predictor_data import NodeTable, NodeTables, network_inputs, positions_of
 
 CHUNK_POSITIONS = 32
@@ -54,15 +54,17 @@ class Tally:
 
 def acceptance_of(kind: acceptance.AcceptanceKind, table: NodeTable, rows: NDArray[np.int64], logits: Floats,
                   model: AcceptanceModel, drafter_temperatures: tuple[float, ...]) -> Floats:  # fmt: skip
-    """Acceptance of node rows (no roots) of a table under one kind."""
+    """Acceptance of node rows (no roots, siblings together) of a table under one kind."""
     log_p = table.scalars[rows, 0]
+    groups = number(table.parents[rows])
     if kind == "temperature" and model.temperature in drafter_temperatures:
         normalizers = table.log_normalizers[table.state_rows[rows], drafter_temperatures.index(model.temperature)]
         return acceptance.at_temperature(log_p, normalizers, model.temperature)
     if kind == "logistic":
-        return acceptance.logistic(table.scalars[rows], model.logistic)
+        logits = acceptance.logistic_logits(table.scalars[rows], model.logistic)
+        return acceptance.sibling_softmax(logits, model.groups(groups))
     if kind == "head":
-        return acceptance.sibling_softmax(logits, np.unique(table.parents[rows], return_inverse=True)[1])
+        return acceptance.sibling_softmax(logits, groups)
     return acceptance.raw(log_p)
 
 
@@ -126,7 +128,8 @@ class Evaluation:
         self.accepted: dict[str, list[Floats]] = {kind: [] for kind in acceptance.KINDS}
         self.labels: list[Floats] = []
         self.all_nodes: dict[str, list[Floats]] = {kind: [] for kind in acceptance.KINDS}
-        self.sampled: list[tuple[Floats, Floats]] = []  # of all nodes, by target temperature: probability and weight
+        # Of all nodes: sibling group; by target temperature, probability and weight.
+        self.sampled: list[tuple[Ints, Floats, Floats]] = []
         self.positions = self.nodes = 0
 
     def add(self, table: NodeTable, positions: NDArray[np.int64]) -> None:
@@ -172,7 +175,8 @@ class Evaluation:
         node = table.parents[rows] >= 0
         judged = table.weight[rows][node] > 0
         self.labels.append(table.label[rows][node][judged])
-        self.sampled.append((table.sampled[rows][node], table.sampled_weight[rows][node]))
+        groups = self.nodes - np.count_nonzero(node) + number(table.parents[rows][node])  # above all earlier ones
+        self.sampled.append((groups, table.sampled[rows][node], table.sampled_weight[rows][node]))
         out = np.ones(len(rows), np.float32)
         for kind in acceptance.KINDS:
             logits = prediction.acceptance_logits[node]
@@ -192,10 +196,12 @@ class Evaluation:
     def corrections(self, kind: str, own: float, temperatures: tuple[float, ...]) -> list[SamplingCorrection]:
         """What sampling at the target's recorded `temperatures` makes of `kind`, which is fitted for temperature `own`."""
         estimate = np.concatenate(self.all_nodes[kind])
-        sampled, weight = (np.concatenate(parts) for parts in zip(*self.sampled, strict=True))
+        groups, sampled, weight = (np.concatenate(parts) for parts in zip(*self.sampled, strict=True))
         found = [SamplingCorrection(temperature=own)]
         found += [
-            fit_sampling(estimate, sampled[:, i], weight[:, i], t) for i, t in enumerate(temperatures) if t != own
+            fit_sampling(estimate, sampled[:, i], weight[:, i], groups, t)
+            for i, t in enumerate(temperatures)
+            if t != own
         ]
         return sorted(found, key=lambda correction: correction.temperature)
 
@@ -204,10 +210,18 @@ class Evaluation:
     ) -> dict[str, Any]:
         """Log loss of `kind` at each recorded temperature, without and with the corrections (two numbers, fitted here)."""
         estimate = np.concatenate(self.all_nodes[kind])
-        sampled, weight = (np.concatenate(parts) for parts in zip(*self.sampled, strict=True))
-        return {f"{t:g}": {"as_fitted": log_loss(estimate, sampled[:, i], weight[:, i]),
-                           "corrected": log_loss(acceptance.when_sampled(estimate, corrections, t), sampled[:, i], weight[:, i])}
+        groups, sampled, weight = (np.concatenate(parts) for parts in zip(*self.sampled, strict=True))
+
+        def loss(values: Floats, i: int) -> float:
+            return log_loss(values, sampled[:, i], weight[:, i])
+
+        return {f"{t:g}": {"as_fitted": loss(estimate, i), "perfect": loss(sampled[:, i], i),
+                           "corrected": loss(acceptance.when_sampled(estimate, groups, corrections, t), i)}
                 for i, t in enumerate(temperatures)}  # fmt: skip
+
+    def judged(self) -> tuple[dict[str, Floats], Floats]:
+        """Estimates by kind `[M]` and labels `[M]` of the nodes whose parent is reached."""
+        return {kind: np.concatenate(parts) for kind, parts in self.accepted.items()}, np.concatenate(self.labels)
 
     def metrics(self) -> dict[str, Any]:
         """The report: recall and misses, union error, acceptance."""
@@ -218,8 +232,7 @@ class Evaluation:
                  for n in names[1:]}  # fmt: skip
         sets = [*map(str, SET_SIZES), "path"]
         union = {s: {"error": self.union.mean((s, "error")), "bias": self.union.mean((s, "bias"))} for s in sets}
-        label = np.concatenate(self.labels)
-        judged = {kind: np.concatenate(parts) for kind, parts in self.accepted.items()}
+        judged, label = self.judged()
         return {
             "heldout": {"positions": self.positions, "nodes": self.nodes, "acceptance_nodes": len(label)},
             "routing_recall": recall, "routing_misses_saved": saved, "union": union,

@@ -32,6 +32,7 @@ from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.machine import git_commit, versions
 from ecospec_runtime.predictor import METRICS_FILE, PredictorManifest, load_manifest, same_drafter
 from ecospec_train.model_card import PLOT, model_card, plot_replay
+from ecospec_train.reliability import RELIABILITY_PLOT
 
 PREDICTOR_FILES = ("predictor.onnx", "predictor.safetensors", "acceptance.json", METRICS_FILE)
 
@@ -69,6 +70,9 @@ def export(config: ExportConfig) -> Bundle:
             if not source.is_file():
                 raise UserError(f"{source}: missing; run `ecospec-train fit` again")
             shutil.copyfile(source, folder / name)
+        judged = (config.predictor / RELIABILITY_PLOT).is_file()
+        if judged:
+            shutil.copyfile(config.predictor / RELIABILITY_PLOT, folder / RELIABILITY_PLOT)
         (folder / "policies").mkdir()
         for slug, policy in policies.items():
             (folder / "policies" / f"{slug}.json").write_text(policy.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -76,7 +80,7 @@ def export(config: ExportConfig) -> Bundle:
             target=target, drafter=drafter, pool=fitted.pool, predictor=fitted, metrics=metrics,
             policies=list(policies), files={}, provenance=provenance(fitted),
         )  # fmt: skip
-        card = model_card(manifest, policies, plot_replay(policies, folder / PLOT))
+        card = model_card(manifest, policies, plot_replay(policies, folder / PLOT), judged)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_manifest(folder, manifest)
     return load_bundle(config.out)

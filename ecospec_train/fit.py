@@ -2,7 +2,8 @@
 
     report = fit(FitConfig(traces="runs/traces", out="runs/predictor"))
 
-Writes `predictor.onnx`, `predictor.safetensors`, `acceptance.json`, `metrics.json` and, last, `manifest.json`.
+Writes `predictor.onnx`, `predictor.safetensors`, `acceptance.json`, `metrics.json`, `reliability.png` and, last,
+`manifest.json`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ from ecospec_runtime.predictor import (
     PredictorShapes,
     open_session,
 )
-from ecospec_train.calibrate import AcceptanceRows, fit_logistic, fit_temperature
+from ecospec_train.calibrate import AcceptanceRows, choose_share, fit_logistic, fit_temperature
 from ecospec_train.evaluate import Evaluation, choose_shrinkage, routing_table
 from ecospec_train.predictor_data import NodeTables, PredictorData, split_prompts
 from ecospec_train.predictor_export import export_network, sha256
 from ecospec_train.predictor_model import PredictorModule, PredictorNetwork
+from ecospec_train.reliability import RELIABILITY_PLOT, plot_reliability
 from ecospec_train.traces import Traces
+
+BLENDING = 0.15  # share of the fit prompts that the head does not learn from: they say how far it can be trusted
 
 
 class FitConfig(Config):
@@ -140,8 +144,9 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     tables = NodeTables(traces, seed=config.seed)
     prompts = [p for shard in traces.manifest.shards for p in shard.prompt_ids]
     fitted, heldout = split_prompts(prompts, config.heldout, config.seed)
+    blending = split_prompts(list(fitted), BLENDING, config.seed)[1] if len(fitted) > 1 else set()
     data = PredictorData(tables, fitted, heldout, config.batch_positions, config.node_share, config.unreached_weight,
-                         config.seed)  # fmt: skip
+                         config.seed, blending)  # fmt: skip
     if not len(data.fit_stream) or not len(data.heldout_stream):
         raise UserError(f"{config.traces}: too few positions to fit on and to hold out; harvest more")
     rows = AcceptanceRows.collect(tables, fitted)
@@ -152,18 +157,21 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
         )
     manifest = describe(traces, sorted(heldout), config)
     network = PredictorNetwork(manifest.shapes, config.width)
-    epochs = train(network, data, config, logger)
-    trained = time.monotonic() - started
-    export_network(network, config.out)
     temperature = fit_temperature(rows, traces.manifest.drafter_temperatures)
     model = AcceptanceModel(best="head", temperature=temperature, logistic=fit_logistic(rows))
+    network.acceptance.start(model.logistic)
+    epochs = train(network, data, config, logger)
+    trained = time.monotonic() - started
+    share = choose_share(network, model.logistic, tables, blending)
+    network.acceptance.keep(share)
+    export_network(network, config.out)
     predictor = Predictor(open_session(config.out / ONNX_FILE, torch.get_num_threads()), manifest, model)
     manifest.shrinkage = choose_shrinkage(predictor, tables, heldout)
-    metrics, sampling = judge(predictor, tables, fitted, heldout)
+    metrics, sampling = judge(predictor, tables, fitted, heldout, config.out)
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
     model = model.model_copy(update={"best": metrics["best_acceptance"], "log_loss": losses, "sampling": sampling})
     metrics["fit"] = {"epochs": epochs, "prompts": len(fitted), "positions": sum(data.fit_stream.counts),
-                      "acceptance_nodes": len(rows.label), "parameters": sum(p.numel() for p in network.parameters()),
+                      "acceptance_nodes": len(rows.label), "head_share": share, "parameters": sum(p.numel() for p in network.parameters()),
                       "train_seconds": trained, "seconds": time.monotonic() - started}  # fmt: skip
     write_folder(config.out, model, metrics, manifest)
     return FitReport(config.out, metrics, time.monotonic() - started)
@@ -182,13 +190,17 @@ def describe(traces: Traces, heldout: list[int], config: FitConfig) -> Predictor
 
 
 def judge(
-    predictor: Predictor, tables: NodeTables, fitted: set[int], heldout: set[int]
+    predictor: Predictor, tables: NodeTables, fitted: set[int], heldout: set[int], out: Path
 ) -> tuple[dict[str, Any], dict[AcceptanceKind, list[SamplingCorrection]]]:
-    """Held-out metrics, with the best acceptance kind and the figures of `bars`; and what sampling makes of each kind."""
+    """Held-out metrics, with the best acceptance kind and the figures of `bars`; and what sampling makes of each kind.
+
+    Plots how reliable each kind is into `out`, where there is matplotlib.
+    """
     baseline = routing_table(tables, fitted, heldout, predictor.shapes)
     traces = tables.traces.manifest
     evaluation = Evaluation(predictor, baseline, traces.drafter_temperatures)
     evaluation.run(tables, heldout)
+    plot_reliability({"held-out text": evaluation.judged()}, out / RELIABILITY_PLOT)
     metrics = evaluation.metrics()
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
     metrics["best_acceptance"] = min(losses, key=losses.__getitem__)

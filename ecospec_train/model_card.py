@@ -7,6 +7,7 @@ from typing import Any
 
 from ecospec_runtime.bundle import DevicePolicy, Manifest
 from ecospec_runtime.inspection import describe_policy, headline
+from ecospec_train.reliability import RELIABILITY_PLOT
 
 PLOT = "replay.png"
 NAMES = {
@@ -51,8 +52,10 @@ def replayed(results: dict[str, Any]) -> dict[str, float]:
     return {name: runs[name]["tokens_per_ms"] / base for name in NAMES if name in runs} if base else {}
 
 
-def model_card(manifest: Manifest, policies: dict[str, DevicePolicy], plotted: bool = False) -> str:
-    """Markdown with the figures of the fit and of every device's policy; `plotted`: with `PLOT` beside it."""
+def model_card(
+    manifest: Manifest, policies: dict[str, DevicePolicy], plotted: bool = False, judged: bool = False
+) -> str:
+    """Markdown with the figures of the fit and of every device's policy; `plotted`, `judged`: `PLOT`, `RELIABILITY_PLOT` lie beside it."""
     t, d = manifest.target, manifest.drafter
     lines = [
         f"# EcoSpec bundle for {t.id}",
@@ -81,6 +84,8 @@ def model_card(manifest: Manifest, policies: dict[str, DevicePolicy], plotted: b
         lines += ["", f"![Replayed speed of the policies]({PLOT})"]
     lines += ["", "## Predictor, on held-out text", "", "| figure | value |", "|---|---|"]
     lines += [f"| {name} | {value:.4g} |" for name, value in headline(manifest.metrics).items()]
+    if judged:
+        lines += ["", f"![Estimated and real acceptance]({RELIABILITY_PLOT})"]
     lines += ["", "All figures are in `metrics.json`.", "", *provenance_lines(manifest)]
     return "\n".join(lines) + "\n"
 

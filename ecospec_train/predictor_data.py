@@ -221,14 +221,15 @@ class BatchStream(IterableDataset[Batch]):
     """Batches of `batch_positions` positions: blocks in random order, positions shuffled within. Ranks share each block.
 
     `node_share` < 1 keeps that share of the sibling groups whose parent is not reached; roots and groups of a reached
-    parent stay. No `seed`: everything, in order.
+    parent stay. No `seed`: everything, in order. Acceptance is not learned from the prompts of `routing_only`.
     """
 
     def __init__(
         self, tables: NodeTables, prompts: set[int], batch_positions: int, node_share: float = 1.0,
-        unreached_weight: float = 0.0, seed: int | None = None,
+        unreached_weight: float = 0.0, seed: int | None = None, routing_only: set[int] | None = None,
     ):  # fmt: skip
         self.tables, self.prompts, self.batch_positions = tables, prompts, batch_positions
+        self.routing_only = routing_only or set()
         self.node_share, self.unreached_weight, self.seed, self.epoch = node_share, unreached_weight, seed, 0
         self.counts = [len(positions_of(table, prompts)) for table in tables]
 
@@ -250,6 +251,8 @@ class BatchStream(IterableDataset[Batch]):
         for block in blocks:
             table = self.tables[block]
             positions = positions_of(table, self.prompts)
+            learned = np.ones(len(table.parents), np.float32)
+            learned[table.rows_of(positions_of(table, self.routing_only))] = 0.0
             positions = rng.permutation(positions) if rng else positions
             positions = positions[: len(positions) // world * world][rank::world]
             kept = (table.weight > 0) | (table.parents < 0)
@@ -260,7 +263,9 @@ class BatchStream(IterableDataset[Batch]):
             for start in range(0, len(positions), self.batch_positions):
                 rows = table.rows_of(positions[start : start + self.batch_positions])
                 rows = rows[kept[rows]]
-                yield make_batch(table, rows, self.tables.embed, self.unreached_weight)
+                batch = make_batch(table, rows, self.tables.embed, self.unreached_weight)
+                batch.weight *= torch.from_numpy(learned[rows])
+                yield batch
 
 
 class PredictorData(L.LightningDataModule):
@@ -268,10 +273,10 @@ class PredictorData(L.LightningDataModule):
 
     def __init__(
         self, tables: NodeTables, fit: set[int], heldout: set[int], batch_positions: int, node_share: float,
-        unreached_weight: float, seed: int,
+        unreached_weight: float, seed: int, routing_only: set[int] | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.fit_stream = BatchStream(tables, fit, batch_positions, node_share, unreached_weight, seed)
+        self.fit_stream = BatchStream(tables, fit, batch_positions, node_share, unreached_weight, seed, routing_only)
         self.heldout_stream = BatchStream(tables, heldout, batch_positions)
 
     def train_dataloader(self) -> DataLoader[Batch]:

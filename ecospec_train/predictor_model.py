@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ecospec_runtime.acceptance import LOGIT_BOUND
+from ecospec_runtime.acceptance import LOGIT_BOUND, LogisticWeights
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import SCALARS, PredictorShapes
 from ecospec_train.predictor_data import Batch
@@ -28,9 +28,10 @@ INPUT_DROPOUT, HIDDEN_DROPOUT = 0.4, 0.2  # without them the head learns the fit
 
 
 class AcceptanceHead(nn.Module):
-    """Acceptance logit: linear in the scalars, corrected by what token and state say. Starts as the drafter's log p.
+    """Acceptance logit: the logistic of the scalars, which stays as it is, corrected by what token and state say.
 
-    Small, and apart from the routing trunk: a few thousand reached nodes are soon learned by heart.
+    Small, and apart from the routing trunk: a few thousand reached nodes are soon learned by heart. `keep` takes back
+    what does not carry over to other text.
     """
 
     def __init__(self, shapes: PredictorShapes):
@@ -40,11 +41,22 @@ class AcceptanceHead(nn.Module):
         self.state = nn.Linear(shapes.state, ACCEPTANCE_WIDTH)
         self.hidden = nn.Linear(ACCEPTANCE_WIDTH + SCALARS, ACCEPTANCE_HIDDEN)
         self.correction = nn.Linear(ACCEPTANCE_HIDDEN, 1)
-        with torch.no_grad():
-            self.linear.weight.copy_(torch.tensor([[SCALAR_UNIT, 0.0, 0.0, 0.0]]))
-            self.linear.bias.zero_()
-            self.correction.weight.zero_()
-            self.correction.bias.zero_()
+        self.linear.requires_grad_(False)
+        self.start(LogisticWeights())
+
+    @torch.no_grad()
+    def start(self, weights: LogisticWeights) -> None:
+        """Be the logistic of these weights, uncorrected. Before anything was fitted that is the drafter's log p."""
+        self.linear.weight.copy_(SCALAR_UNIT * torch.from_numpy(weights.vector()))
+        self.linear.bias.fill_(weights.bias)
+        self.correction.weight.zero_()
+        self.correction.bias.zero_()
+
+    @torch.no_grad()
+    def keep(self, share: float) -> None:
+        """Leave `share` of the correction to the logit: a geometric blend of head and logistic."""
+        self.correction.weight.mul_(share)
+        self.correction.bias.mul_(share)
 
     def forward(self, embedding_NH: Tensor, state_Nd: Tensor, scalars_N4: Tensor) -> Tensor:
         """Logits `[N]` from normalised inputs."""
@@ -163,7 +175,7 @@ class PredictorModule(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW; biases are not decayed."""
-        matrices = [p for p in self.network.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.network.parameters() if p.ndim < 2]
+        trained = [p for p in self.network.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.98), fused=True)

@@ -125,14 +125,16 @@ class CutPools:
     def _accepted(self, rows: ReplayRows, kind: AcceptanceKind, smaller: bool) -> tuple[Floats, Floats]:
         """Acceptance and reach of every kept node: [M] each."""
         column = self._shard.kinds.index(kind)
-        if kind != "head" or not smaller:
-            return self._nodes["acceptance"][:, column], self._nodes["reach"][:, column]
+        nodes, parents, cut, model = self._nodes, self._parents, self.cut, rows.model
+        if kind == "raw" or not smaller or model is None:
+            return nodes["acceptance"][:, column], nodes["reach"][:, column]
         # Siblings share a softmax: those left out are out of it. Families are told apart by their parent's place, or row.
-        parents, cut = self._parents, self.cut
         above = parents + cut.starts[cut.owners]
-        families = np.where(parents < 0, len(parents) + cut.owners, above)
-        logs = self._nodes["log_prob"]
-        empty = np.zeros(len(logs), np.int64)
-        pool = Pool(empty, families, empty, empty, logs, empty, NO_STATES, NO_ENTROPIES, root_token=-1)
-        accepted = acceptance(pool, "head", rows.model, self._nodes["logit"], rows.temperature)
-        return accepted, along_paths(accepted, above, self._nodes["depth"], np.multiply)
+        pool = Pool(
+            tokens=np.zeros(len(nodes), np.int64), parents=np.where(parents < 0, len(parents) + cut.owners, above),
+            depths=nodes["depth"], ranks=nodes["rank"], log_probs=nodes["log_prob"], state_rows=np.arange(len(nodes)),
+            states=NO_STATES, entropies=nodes["entropy"], root_token=-1, temperatures=(model.temperature,),
+            log_normalizers=nodes["normalizer"][:, None],
+        )  # fmt: skip
+        accepted = acceptance(pool, kind, model, nodes["logit"], rows.temperature)
+        return accepted, along_paths(accepted, above, nodes["depth"], np.multiply)

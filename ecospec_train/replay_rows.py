@@ -54,6 +54,8 @@ class PackedShard:
                 ("state_row", "<i2"),
                 ("log_prob", "<f4"),
                 ("log_reach", "<f4"),  # see `least_log_reach`
+                ("entropy", "<f4"),  # of the state that proposed it
+                ("normalizer", "<f4"),  # there, at the fitted temperature; 0 without a predictor
                 ("logit", "<f4"),  # of acceptance kind `head`; 0 without a predictor
                 ("acceptance", *of_kinds),
                 ("reach", *of_kinds),
@@ -229,6 +231,7 @@ def score_row(
         raise UserError(f"row {row} of a shard: its pool is not level by level; harvest again")
     for name in ("token", "parent", "depth", "rank", "log_prob", "state_row"):
         nodes_n[name] = getattr(pool, f"{name}s")
+    nodes_n["entropy"] = pool.entropies[pool.state_rows]
     nodes_n["log_reach"] = least_log_reach(pool.log_probs, pool.parents, pool.depths)
     prediction = None if scorer.predictor is None else scorer.predictor.predict(pool, embed)
     scored = scorer.judge(pool, prediction, needs_routing=prediction is not None, temperature=temperature)
@@ -240,6 +243,8 @@ def score_row(
         nodes_n["reach"][:, column] = path_products(accepted, pool.parents)
     if prediction is not None:
         nodes_n["logit"] = prediction.acceptance_logits[1:]
+        assert scorer.model is not None
+        nodes_n["normalizer"] = pool.log_normalizers[pool.state_rows, pool.temperatures.index(scorer.model.temperature)]
         verified_n["predicted"] = as_bytes([scored.root_mask, *scored.masks], packed)
 
 

@@ -16,7 +16,7 @@ from ecospec_runtime.acceptance import (
     LogisticWeights,
     SamplingCorrection,
     acceptance,
-    logistic,
+    none_logits,
     sibling_softmax,
 )
 from ecospec_runtime.errors import UserError
@@ -52,10 +52,16 @@ def test_temperature_is_the_softmax_of_the_drafters_logits_at_tau() -> None:
     assert acceptance(pool, "temperature", MODEL) == pytest.approx(expected[pool.state_rows, pool.tokens], rel=1e-4)
 
 
-def test_logistic_uses_log_p_rank_depth_and_entropy() -> None:
+def test_logistic_is_linear_in_log_p_rank_depth_and_entropy_and_shared_by_siblings() -> None:
     weights = LogisticWeights(log_p=1.0, rank=2.0, depth=-1.0, entropy=0.5, bias=0.1)
-    scalars = np.array([[-1.0, 2.0, 3.0, 0.4]], np.float32)
-    assert logistic(scalars, weights) == pytest.approx([1 / (1 + np.exp(-(-1 + 4 - 3 + 0.2 + 0.1)))])
+    pool = small_pool()
+    scalars = np.stack([pool.log_probs, pool.ranks, pool.depths, pool.entropies[pool.state_rows]], 1)
+    odds = np.exp(scalars @ [1.0, 2.0, -1.0, 0.5] + 0.1)
+    model = MODEL.model_copy(update={"logistic": weights})
+    shared = np.repeat([odds[:2].sum(), odds[2:].sum()], 2)
+    assert acceptance(pool, "logistic", model) == pytest.approx(odds / (1 + shared), rel=1e-5)
+    old = model.model_copy(update={"schema_version": 1})
+    assert acceptance(pool, "logistic", old) == pytest.approx(odds / (1 + odds), rel=1e-5)
 
 
 def test_siblings_share_a_softmax_with_none_of_these() -> None:
@@ -121,6 +127,16 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
     assert AcceptanceModel.load(tmp_path) == MODEL
 
 
+def test_versions_1_and_2_are_read_and_no_other(tmp_path: Path) -> None:
+    for version in (1, 2):
+        text = f'{{"schema_version": {version}, "best": "raw", "temperature": 1, "logistic": {{}}}}'
+        (tmp_path / "acceptance.json").write_text(text)
+        assert AcceptanceModel.load(tmp_path).schema_version == version
+    (tmp_path / "acceptance.json").write_text(text.replace("2", "3"))
+    with pytest.raises(UserError, match="schema_version"):
+        AcceptanceModel.load(tmp_path)
+
+
 def test_sampling_corrects_every_fitted_kind_but_not_the_drafters_own() -> None:
     corrections = [SamplingCorrection(temperature=0.0), SamplingCorrection(temperature=0.8, slope=0.5, bias=-1.0)]
     model = MODEL.model_copy(update={"sampling": dict.fromkeys(KINDS[1:], corrections)})
@@ -128,8 +144,44 @@ def test_sampling_corrects_every_fitted_kind_but_not_the_drafters_own() -> None:
     for kind in KINDS:
         greedy = acceptance(small_pool(), kind, model, logits)
         np.testing.assert_array_equal(greedy, acceptance(small_pool(), kind, MODEL, logits, 0.8))
+        none = 1 - np.repeat([greedy[:2].sum(), greedy[2:].sum()], 2)
         for temperature, slope, bias in ((0.4, 0.75, -0.5), (0.8, 0.5, -1.0), (2.0, 0.5, -1.0)):
-            odds = np.exp(bias) * (greedy / (1 - greedy)) ** slope
-            expected = greedy if kind == "raw" else odds / (1 + odds)
+            odds = np.exp(bias) * (greedy / none) ** slope
+            expected = greedy if kind == "raw" else odds / (1 + np.repeat([odds[:2].sum(), odds[2:].sum()], 2))
             found = acceptance(small_pool(), kind, model, logits, temperature)
             np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_a_file_of_version_1_corrects_each_node_by_itself() -> None:
+    corrections = [SamplingCorrection(temperature=0.0), SamplingCorrection(temperature=0.8, slope=0.5, bias=-1.0)]
+    old = MODEL.model_copy(update={"schema_version": 1, "sampling": {"head": corrections}})
+    logits = np.array([1.0, -1.0, 0.5, 0.0], np.float32)
+    greedy = acceptance(small_pool(), "head", old, logits)
+    odds = np.exp(-1.0) * (greedy / (1 - greedy)) ** 0.5
+    assert acceptance(small_pool(), "head", old, logits, 0.8) == pytest.approx(odds / (1 + odds), rel=1e-4)
+
+
+@given(st.lists(st.floats(0.0, 1.0, width=32), min_size=5, max_size=5))
+def test_logits_against_none_give_the_probabilities_back(parts: list[float]) -> None:
+    shares = np.array(parts) + 1e-3
+    p = (shares / shares.sum()).astype(np.float32)[:4]
+    groups = np.zeros(4, np.int64)
+    assert sibling_softmax(none_logits(p, groups), groups) == pytest.approx(p, rel=1e-3, abs=1e-5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(KINDS), st.lists(ODD, min_size=8, max_size=8), st.floats(0, 9), st.floats(-50, 50), st.floats(0, 2)
+)
+def test_corrected_siblings_stay_in_the_unit_interval(
+    kind: str, values: list[float], slope: float, bias: float, temperature: float
+) -> None:
+    corrections = [SamplingCorrection(temperature=0.0), SamplingCorrection(temperature=1.0, slope=slope, bias=bias)]
+    model = MODEL.model_copy(update={"sampling": dict.fromkeys(KINDS, corrections)})
+    log_probs = np.log(np.exp(small_pool().log_probs) / 2)  # siblings of any drafter sum to at most 1
+    pool = small_pool(np.where(np.isnan(values[4:]), np.nan, log_probs).tolist())
+    found = acceptance(pool, kind, model, np.array(values[:4], np.float32), temperature)  # type: ignore[arg-type]
+    assert ((found >= 0) & (found <= 1)).all()
+    if kind != "raw" and temperature > 0 and (slope, bias) != (1.0, 0.0):
+        assert found[:2].sum() <= 1 + 1e-5
+        assert found[2:].sum() <= 1 + 1e-5

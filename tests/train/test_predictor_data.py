@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from ecospec_runtime.acceptance import TEMPERATURES, AcceptanceModel, LogisticWeights
+from ecospec_runtime.acceptance import TEMPERATURES, AcceptanceModel, LogisticWeights, logistic_logits
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import Prediction, PredictorShapes
 from ecospec_train.baselines import RoutingTable, hits, top_ids
 from ecospec_train.calibrate import (
     AcceptanceRows,
     calibration_error,
+    choose_share,
     fit_logistic,
     fit_sampling,
     fit_temperature,
@@ -28,6 +30,7 @@ from ecospec_train.predictor_data import (
     PredictorData,
     make_batch,
     node_table,
+    positions_of,
     split_prompts,
 )
 from ecospec_train.traces import Traces
@@ -158,11 +161,16 @@ def test_hits_count_the_true_experts_found() -> None:
 
 
 def test_the_logistic_recovers_its_weights() -> None:
+    """Two siblings and "none of these", drawn by their softmax."""
     rng = np.random.default_rng(0)
     scalars = rng.normal(size=(50_000, 4)).astype(np.float32)
     truth = np.array([1.5, -0.7, 0.3, -1.0])
-    label = (rng.random(50_000) < 1 / (1 + np.exp(-(scalars @ truth + 0.4)))).astype(np.float32)
-    found = fit_logistic(AcceptanceRows(scalars, label, np.zeros((50_000, 0), np.float32)))
+    odds = np.exp(scalars @ truth + 0.4).reshape(-1, 2)
+    bounds = np.cumsum(odds, 1) / (1 + odds.sum(1, keepdims=True))
+    drawn = (rng.random((25_000, 1)) > bounds).sum(1)
+    label = (np.arange(2) == drawn[:, None]).astype(np.float32).ravel()
+    groups = np.repeat(np.arange(25_000), 2)
+    found = fit_logistic(AcceptanceRows(scalars, label, np.zeros((50_000, 0), np.float32), groups))
     assert found.vector() == pytest.approx(truth, abs=0.05)
     assert found.bias == pytest.approx(0.4, abs=0.05)
 
@@ -176,19 +184,58 @@ def test_the_temperature_of_the_labels_is_found() -> None:
     own = log_p[np.arange(4000), token]
     label = np.exp(own / 0.5 - normalizers[:, TEMPERATURES.index(0.5)])
     scalars = np.stack([own, own * 0, own * 0, own * 0], -1)
-    rows = AcceptanceRows(scalars.astype(np.float32), label.astype(np.float32), normalizers.astype(np.float32))
+    rows = AcceptanceRows(scalars.astype(np.float32), label.astype(np.float32), normalizers.astype(np.float32),
+                          np.arange(4000))  # fmt: skip
     assert fit_temperature(rows, TEMPERATURES) == 0.5
     assert fit_temperature(rows, ()) == 1.0
 
 
 def test_what_sampling_does_is_recovered() -> None:
     rng = np.random.default_rng(0)
-    p = rng.uniform(0.02, 0.98, 4000).astype(np.float32)
-    sampled = 1 / (1 + np.exp(-(0.6 * np.log(p / (1 - p)) - 0.7)))
-    weight = rng.uniform(0, 1, 4000).astype(np.float32)
-    sampled[:2000], weight[:2000] = rng.uniform(size=2000), 0.0  # never reached: says nothing
-    found = fit_sampling(p, sampled.astype(np.float32), weight, 0.7)
+    p = rng.dirichlet([1, 1, 1], 2000)[:, :2] * 0.98 + 0.005  # two siblings each; the rest is for "none"
+    odds = np.exp(-0.7) * (p / (1 - p.sum(1, keepdims=True))) ** 0.6
+    sampled = odds / (1 + odds.sum(1, keepdims=True))
+    weight = np.repeat(rng.uniform(0, 1, 2000), 2).astype(np.float32)
+    sampled[:1000], weight[:2000] = rng.uniform(0, 0.5, (1000, 2)), 0.0  # never reached: says nothing
+    groups = np.repeat(np.arange(2000), 2)
+    found = fit_sampling(p.astype(np.float32).ravel(), sampled.astype(np.float32).ravel(), weight, groups, 0.7)
     assert (found.temperature, found.slope, found.bias) == pytest.approx((0.7, 0.6, -0.7), abs=1e-3)
+
+
+def test_prompts_for_routing_only_teach_no_acceptance(traces: Traces) -> None:
+    tables = NodeTables(traces)
+    prompts = set(range(20))
+    for unlearned in (set[int](), {3, 4}, prompts):
+        stream = BatchStream(tables, prompts, 16, 1.0, 0.1, seed=0, routing_only=unlearned)
+        taught = sum(int((batch.weight > 0).sum()) for batch in stream)
+        nodes = sum(int((t.parents[t.rows_of(positions_of(t, prompts - unlearned))] >= 0).sum()) for t in tables)
+        assert taught == nodes
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 1.0, 1.0), (50.0, 0.0, 0.2)])
+def test_the_head_keeps_what_helps_on_text_it_has_not_learned_from(noise: float, least: float, most: float,
+                                                                   tmp_path: Path) -> None:  # fmt: skip
+    """A correction that knows the labels stays whole; one that is noise goes."""
+    tables = NodeTables(Traces(write_traces(tmp_path, prompts=6, positions=4)))
+    prompts = set(range(6))
+    rows = AcceptanceRows.collect(tables, prompts)
+    weights = fit_logistic(rows)
+    rng = np.random.default_rng(0)
+
+    class Head:
+        def cpu(self) -> Head:
+            return self
+
+        eval = cpu
+
+        def __call__(self, *inputs: torch.Tensor) -> tuple[None, torch.Tensor]:
+            plain = logistic_logits(inputs[3].numpy(), weights)
+            told = 6 * rows.label - 3 if not noise else noise * rng.normal(size=len(plain))
+            return None, torch.from_numpy((plain + told).astype(np.float32))
+
+    share = choose_share(Head(), weights, tables, prompts)  # type: ignore[arg-type]
+    assert least <= share <= most
+    assert choose_share(Head(), weights, tables, set()) == 0.0  # type: ignore[arg-type]
 
 
 def test_log_loss_and_calibration_error() -> None:
