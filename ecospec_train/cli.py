@@ -203,14 +203,17 @@ def export(
 def run(
     pipeline: Annotated[Path, typer.Argument(help="A file of the folder pipelines/.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. harvest.max_positions=2000.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run unchanged stages too; finished traces and trials are still taken over.")
+    ] = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Run all stages of a pipeline file in order."""
+    """Run the stages of a pipeline file in order; one whose inputs and settings are unchanged is skipped."""
     set_threads(threads)
     from ecospec_train.pipeline import StageFailed, load_pipeline, run_pipeline
 
     try:
-        run_pipeline(load_pipeline(pipeline, overrides or ()), note)
+        run_pipeline(load_pipeline(pipeline, overrides or ()), note, force)
     except StageFailed as failure:
         raise typer.Exit(failure.code) from None
 

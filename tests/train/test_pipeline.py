@@ -104,15 +104,20 @@ def test_every_stage_is_a_run_with_lineage(finished: Path) -> None:
     assert {a.path for a in client.list_artifacts(ids["export"])} == {"bundle"}
 
 
-def test_a_second_run_takes_over_the_traces(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_skips_everything_and_a_forced_one_takes_over_the_traces(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(finished)
+    result = run("run", finished / "tiny.yaml", "tune.positions=64")
+    assert [line for line in result.stderr.splitlines() if line.startswith("[")] == [
+        f"[{i}/5] {name}: unchanged, skipped"
+        for i, name in enumerate(("harvest", "fit", "profile", "tune", "export"), 1)
+    ]
     before = (finished / "run/traces/manifest.json").read_bytes()
     seen: list[str] = []
-    plan = load_pipeline(finished / "tiny.yaml")
-    run_pipeline(plan[:1], seen.append)
+    run_pipeline(load_pipeline(finished / "tiny.yaml")[:1], seen.append, force=True)
+    assert seen[0].endswith("(forced)")
     assert (finished / "run/traces/manifest.json").read_bytes() == before
-    run_pipeline(plan, seen.append, is_current=lambda stage: True)
-    assert seen[-1] == "[5/5] export: unchanged, skipped"
 
 
 def test_a_stage_of_several_processes_runs_apart(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
