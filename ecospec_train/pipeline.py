@@ -118,8 +118,10 @@ def plan(config: PipelineConfig) -> list[Stage]:
         "fit": {"traces": traces, "out": predictor},
         "profile": models | {"out": profile, "predictor": predictor},
         "tune": {"traces": traces, "predictor": predictor, "profile": profile, "out": policy},
-        "export": {"predictor": predictor, "policy": policy, "out": out / "bundle"},
+        "export": {"predictor": config.tune.get("predictor", predictor), "policy": policy, "out": out / "bundle"},
     }
+    if config.tune.get("confirm_live"):  # decodes with what was profiled
+        defaults["tune"] |= {"prompts": config.prompts} | {k: config.profile.get(k, models[k]) for k in models}
     stages = []
     for name in STAGES:
         section = stage_config(name, defaults[name] | getattr(config, name))

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 SCHEMA_VERSION: Literal[1] = 1
 MODELS = ("target", "drafter")
 FOLDERS = ("traces", "predictor", "profile", "policy")  # outputs of earlier stages
+NO_MATTER = (
+    "out",
+    "storage",
+    "workers",
+)  # where something lies, and who works on it (a storage's URL may hold a password)
 # Made along the way, read by no later stage: MLflow's run id, Lightning's checkpoints, the tuner's storage.
 BESIDE = ("tracking.json", "checkpoints", "study.db*", "*.journal", "*.journal.lock")
 
@@ -150,12 +155,12 @@ def release() -> str:
 
 def settings(stage: Stage) -> dict[str, Any]:
     """The validated configuration, without the places whose content is compared."""
-    return stage.config.model_dump(mode="json", exclude={*FOLDERS, "out"})
+    return stage.config.model_dump(mode="json", exclude={*FOLDERS, *NO_MATTER})
 
 
 def environment(stage: Stage) -> dict[str, Any]:
     """What a measurement depends on besides its inputs; empty for stages that measure nothing."""
-    if stage.name != "profile":
+    if stage.name != "profile" and not getattr(stage.config, "confirm_live", 0):
         return {}
     import torch
 
