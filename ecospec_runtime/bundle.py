@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -19,6 +20,7 @@ from ecospec_runtime.acceptance import AcceptanceKind, AcceptanceModel
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.machine import device_slug
 from ecospec_runtime.policies import PolicySpec, build_policy
 from ecospec_runtime.pool import Features
 from ecospec_runtime.predictor import ONNX_FILE, Predictor, PredictorManifest, check_interface, open_session
@@ -103,6 +105,9 @@ class DevicePolicy(Strict):
     acceptance: AcceptanceKind | None = None
     depth: int | None = None
     min_reach: float | None = None
+    predictor: str = (
+        ""  # sha256 of the manifest of the predictor it was tuned with; empty: uses none, or of an older release
+    )
     reason: str = ""  # one line; for `off`: why speculation does not pay here
     profile: DeviceProfile
     results: dict[str, Any]  # replayed tokens per second and speed-up of this policy, `off` and the best `confidence`
@@ -117,6 +122,16 @@ class DevicePolicy(Strict):
         """The policy, ready to be built."""
         return PolicySpec(name=self.policy, parameters=self.parameters, acceptance=self.acceptance, depth=self.depth,
                           min_reach=self.min_reach)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Picked:
+    """What a bundle offers a device."""
+
+    spec: PolicySpec
+    profile: DeviceProfile | None  # None: this device's is not known, nor one near it
+    reason: str  # one line
+    warning: str = ""  # one line, if the policy was not tuned for exactly this device
 
 
 @dataclass(frozen=True)
@@ -140,15 +155,26 @@ class Bundle:
         profiles = [policy.profile for policy in self.policies.values()]
         return sorted(p.threads for p in profiles if (p.device, p.dtype) == (device, dtype))
 
-    def device_policy(self, slug: str) -> DevicePolicy:
-        """The policy tuned for the device `slug`; raises UserError naming the ones there are."""
-        if slug not in self.policies:
+    def policy_for(self, device: str, dtype: str, threads: int) -> Picked:
+        """What to use on a device: the policy tuned for it.
+
+        Else, with a warning, what was tuned for the same device with another dtype or number of threads, the nearest; on a
+        device that is not in the bundle, plain decoding, which is never slower.
+        """
+        slug = device_slug(device, dtype, threads)
+        if slug in self.policies:
+            tuned = self.policies[slug]
+            return Picked(tuned.spec, tuned.profile, tuned.reason)
+        missing = f"{self.folder / 'policies'}: no policy for this device ({slug})"
+        remedy = "run `ecospec-train profile`, `tune` and `export` here, or name a policy with --policy"
+        near = [policy for policy in self.policies.values() if policy.profile.device == device]
+        if not near:
             known = ", ".join(self.policies) or "none"
-            raise UserError(
-                f"{self.folder / 'policies'}: no policy for this device ({slug}), only for: {known} (the last part is "
-                "--threads); run `ecospec-train profile`, `tune` and `export` here, or name a policy with --policy"
-            )
-        return self.policies[slug]
+            warning = f"{missing}, only for: {known}; decoding without speculation: {remedy}"
+            return Picked(PolicySpec(name="off"), None, f"no policy for this device ({slug})", warning)
+        nearest = min(near, key=lambda p: (p.profile.dtype != dtype, abs(math.log(p.profile.threads / threads))))
+        warning = f"{missing}; using the one for {nearest.profile.slug}, which may not be the fastest here: {remedy}"
+        return Picked(nearest.spec, nearest.profile, nearest.reason, warning)
 
 
 def file_sha256(path: Path) -> str:

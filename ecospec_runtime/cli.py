@@ -232,6 +232,8 @@ def split_policies(text: str) -> list[PolicySpec | None]:
 
 def contestants(bundle: Bundle, base: Engine, named: list[PolicySpec | None]) -> list[Contestant]:
     """Engines for the named policies; None is the bundle's own for this device. Raises UserError."""
+    import torch
+
     from ecospec_runtime.bench import Contestant
 
     predictor = base.scorer.predictor
@@ -240,19 +242,13 @@ def contestants(bundle: Bundle, base: Engine, named: list[PolicySpec | None]) ->
     for entry in named:
         spec, label = entry, str(entry)
         if spec is None:
-            spec = bundle.device_policy(device_slug_of(base)).spec
+            picked = bundle.policy_for(base.target.hardware, dtype_name(base), torch.get_num_threads())
+            if picked.warning:
+                note(f"warning: {picked.warning}")
+            spec = picked.spec
             label = f"{spec.name} (tuned)"
         found.setdefault(label, Contestant(label, spec, spec.acceptance_kind(best), base.with_policy(spec)))
     return list(found.values())
-
-
-def device_slug_of(engine: Engine) -> str:
-    """Slug of the device, dtype and threads that the engine runs with."""
-    import torch
-
-    from ecospec_runtime.machine import device_slug
-
-    return device_slug(engine.target.hardware, dtype_name(engine), torch.get_num_threads())
 
 
 def run_with_progress(measure: Any, entrants: list[Contestant], plan: Plan) -> Any:

@@ -123,6 +123,6 @@ def write_json(path: Path | None, value: Any) -> None:
         path.write_text(text, encoding="utf-8")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # workers may write the same result
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.config import GenerationConfig, PoolConfig
+from ecospec_runtime.console import note
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.gate import DraftGate, Gate
@@ -140,14 +141,13 @@ class Engine:
     ) -> Engine:  # fmt: skip
         """Load a bundle with its target and drafter (by default the ones it names) and check that they belong together.
 
-        `policy` "auto" is what was tuned for this device. `threads` sets torch's number of threads; None keeps it, unless
-        the bundle was tuned on this device for another number only, which is then set. Raises UserError naming what is
-        missing or does not fit.
+        `policy` "auto" is what was tuned for this device, or a fallback with a warning: `Bundle.policy_for`. `threads` sets
+        torch's number of threads; None keeps it, unless the bundle was tuned on this device for another number only, which
+        is then set. Raises UserError naming what is missing or does not fit.
         """
         from ecospec_runtime.bundle import check_drafter, check_target, drafter_of, load_bundle
         from ecospec_runtime.drafters import load_drafter
-        from ecospec_runtime.machine import device_slug
-        from ecospec_runtime.policies import parse_policy
+        from ecospec_runtime.policies import build_policy, parse_policy
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -165,17 +165,17 @@ class Engine:
         tuned_for = bundle.tuned_threads(name, kept)
         if threads is None and tuned_for and torch.get_num_threads() not in tuned_for:
             torch.set_num_threads(tuned_for[0])
-        slug = device_slug(name, kept, torch.get_num_threads())
-        profile: DeviceProfile | None
+        picked = bundle.policy_for(name, kept, torch.get_num_threads())
         if policy == "auto":
-            tuned = bundle.device_policy(slug)
-            spec, profile, reason = tuned.spec, tuned.profile, tuned.reason
+            spec, reason = picked.spec, picked.reason
         else:
             spec = parse_policy(policy) if isinstance(policy, str) else policy
-            profile = bundle.policies[slug].profile if slug in bundle.policies else None
             reason = "named by the caller"
+        costed = picked.profile is not None and getattr(build_policy(spec), "needs_profile", False)
+        if picked.warning and (policy == "auto" or costed):
+            note(f"warning: {picked.warning}")
         scorer = Scorer(bundle.predictor(), "raw", target.moe_layers, target.experts)
-        base = cls(target, loaded, scorer, None, profile, bundle.manifest.pool)
+        base = cls(target, loaded, scorer, None, picked.profile, bundle.manifest.pool)
         return base.with_policy(spec, reason)
 
     def with_policy(self, policy: str | PolicySpec, reason: str = "") -> Engine:

@@ -169,18 +169,34 @@ def profile(
 @handled
 def tune(
     traces: Annotated[Path, typer.Option(help="Folder of a harvest.")],
-    predictor: Annotated[Path, typer.Option(help="Folder of a fit.")],
+    predictor: Annotated[list[Path], typer.Option(help="Folder of a fit; may be repeated, the best variant is used.")],
     profile: Annotated[Path, typer.Option(help="File of a profile.")],
     out: Annotated[Path, typer.Option(help="Folder for the policy.")],
-    trials: Annotated[int | None, typer.Option(min=1)] = None,
-    storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default: SQLite in --out.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="In all, over workers and earlier runs.")] = None,
+    objectives: Annotated[
+        str | None, typer.Option(help="rate (default), or pareto: tokens per pass against experts read.")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="SQLite or PostgreSQL URL, or a file ending in .journal; default: SQLite in --out."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; further ones may use the same --storage.")
+    ] = None,
+    confirm_live: Annotated[
+        int | None, typer.Option(min=0, help="Decode with so many of the best, and with off, before choosing.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="For --confirm-live: the target that was profiled.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="For --confirm-live.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="For --confirm-live: those of the harvest, or others.")] = None,
     seed: Annotated[int | None, typer.Option()] = None,
     extra: SetOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Search the policy that pays most on this device, by exact replay of the traces."""
     flags = {"traces": traces, "predictor": predictor, "profile": profile, "out": out, "trials": trials,
-             "storage": storage, "seed": seed}  # fmt: skip
+             "objectives": objectives, "storage": storage, "workers": workers, "confirm_live": confirm_live,
+             "target": target, "drafter": drafter, "prompts": prompts, "seed": seed}  # fmt: skip
     run_stage("tune", flags, extra, json_file)
     note(f"tune: -> {out}")
 
@@ -188,7 +204,7 @@ def tune(
 @app.command()
 @handled
 def export(
-    predictor: Annotated[Path, typer.Option(help="Folder of a fit.")],
+    predictor: Annotated[list[Path], typer.Option(help="Folder of a fit; of several, the one the policies use.")],
     policy: Annotated[list[Path], typer.Option(help="Folder of a tune; may be repeated, one per device.")],
     out: Annotated[Path, typer.Option(help="Folder for the bundle.")],
     target: Annotated[str | None, typer.Option(help="Where the target lies now, if it has moved.")] = None,
@@ -206,14 +222,17 @@ def export(
 def run(
     pipeline: Annotated[Path, typer.Argument(help="A file of the folder pipelines/.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. harvest.max_positions=2000.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run unchanged stages too; finished traces and trials are still taken over.")
+    ] = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Run all stages of a pipeline file in order."""
+    """Run the stages of a pipeline file in order; one whose inputs and settings are unchanged is skipped."""
     set_threads(threads)
     from ecospec_train.pipeline import StageFailed, load_pipeline, run_pipeline
 
     try:
-        run_pipeline(load_pipeline(pipeline, overrides or ()), note)
+        run_pipeline(load_pipeline(pipeline, overrides or ()), note, force)
     except StageFailed as failure:
         raise typer.Exit(failure.code) from None
 
@@ -225,6 +244,16 @@ def stage(name: str, config: Path) -> None:
     from ecospec_train.stages import RUNNERS, config_class
 
     RUNNERS[name](config_class(name).model_validate_json(config.read_text(encoding="utf-8")))
+
+
+@app.command(hidden=True)
+@handled
+def assist(config: Path) -> None:
+    """Work on the trials of another process, from its configuration in JSON: how `tune --workers` starts the others."""
+    from ecospec_train.tune import TuneConfig
+    from ecospec_train.tune import assist as work
+
+    work(TuneConfig.model_validate_json(config.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

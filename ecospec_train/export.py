@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from ecospec_runtime.bundle import (
     Bundle,
@@ -22,6 +22,7 @@ from ecospec_runtime.bundle import (
     Manifest,
     Provenance,
     TargetInfo,
+    file_sha256,
     load_bundle,
     parse_json_file,
     vocabulary_sha256,
@@ -30,7 +31,7 @@ from ecospec_runtime.bundle import (
 from ecospec_runtime.config import Config
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.machine import git_commit, versions
-from ecospec_runtime.predictor import METRICS_FILE, PredictorManifest, load_manifest, same_drafter
+from ecospec_runtime.predictor import MANIFEST_FILE, METRICS_FILE, PredictorManifest, load_manifest, same_drafter
 from ecospec_train.model_card import PLOT, model_card, plot_replay
 from ecospec_train.reliability import RELIABILITY_PLOT
 
@@ -40,13 +41,13 @@ PREDICTOR_FILES = ("predictor.onnx", "predictor.safetensors", "acceptance.json",
 class ExportConfig(Config):
     """Settings of `export`."""
 
-    predictor: Path
+    predictor: tuple[Path, ...] = Field(min_length=1)  # of several variants, the one that the policies were tuned with
     policy: tuple[Path, ...]  # folders of `tune`, one per device
     out: Path
     target: str | None = None  # where the target lies, if not where the harvest found it
     drafter: str | None = None
 
-    @field_validator("policy", mode="before")
+    @field_validator("predictor", "policy", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str | Path) else value
@@ -54,19 +55,20 @@ class ExportConfig(Config):
 
 def export(config: ExportConfig) -> Bundle:
     """Write a bundle and load it back. Raises UserError for missing or foreign inputs, or a folder that is something else."""
-    fitted = load_manifest(config.predictor)
     policies = collect_policies(config.policy)
+    predictor = pick_predictor(config.predictor, policies)
+    fitted = load_manifest(predictor)
     for slug, policy in policies.items():
-        same_drafter(policy.profile.drafter, f"the policy for {slug}", fitted, config.predictor)
+        same_drafter(policy.profile.drafter, f"the policy for {slug}", fitted, predictor)
     target = TargetInfo.model_validate(fitted.target | {"vocabulary_sha256": None})
     target.id = config.target or target.id
     target.vocabulary_sha256 = vocabulary_sha256(load_tokenizer(target.id))
     drafter = DrafterInfo.model_validate(fitted.drafter)
     drafter.id = config.drafter or drafter.id
-    metrics = parse_metrics(config.predictor / METRICS_FILE)
+    metrics = parse_metrics(predictor / METRICS_FILE)
     with replacing(config.out) as folder:
         for name in PREDICTOR_FILES:
-            source = config.predictor / name
+            source = predictor / name
             if not source.is_file():
                 raise UserError(f"{source}: missing; run `ecospec-train fit` again")
             shutil.copyfile(source, folder / name)
@@ -100,6 +102,30 @@ def collect_policies(folders: tuple[Path, ...]) -> dict[str, DevicePolicy]:
                 raise UserError(f"{path}: a second policy for the device {slug}; pass only one --policy folder for it")
             found[slug] = policy
     return found
+
+
+def pick_predictor(folders: tuple[Path, ...], policies: dict[str, DevicePolicy]) -> Path:
+    """The folder whose predictor the policies were tuned with. Raises UserError if they were tuned with several, or another.
+
+    Policies that use none, and files of older releases, do not say.
+    """
+    wanted = {policy.predictor: slug for slug, policy in policies.items() if policy.predictor}
+    if not wanted:
+        return folders[0]
+    if len(wanted) > 1:
+        raise UserError(
+            f"the policies for {' and '.join(wanted.values())} were tuned with different predictors, and a bundle holds one; "
+            "tune them again with the same --predictor"
+        )
+    ((digest, slug),) = wanted.items()
+    for folder in folders:
+        load_manifest(folder)  # says what is wrong with a folder that is none
+        if file_sha256(folder / MANIFEST_FILE) == digest:
+            return folder
+    raise UserError(
+        f"the policy for {slug} was tuned with another predictor than {', '.join(map(str, folders))}; pass that one as "
+        "--predictor, or run `ecospec-train tune` again with this one"
+    )
 
 
 def load_tokenizer(target: str) -> Any:

@@ -10,6 +10,8 @@ fit: {}                      # keys of a stage are the fields of its configurati
 profile: {}
 tune: {trials: 60}
 export: {}
+
+A stage that is unchanged since it finished is skipped: `ecospec_train.stage_record`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pydantic import Field
 
 from ecospec_runtime.config import Config
 from ecospec_runtime.errors import UserError
+from ecospec_train.stage_record import FOLDERS, begin, finish, why_stale
 from ecospec_train.stages import RUNNERS, config_class
 
 STAGES = ("harvest", "fit", "profile", "tune", "export")
@@ -115,14 +118,24 @@ def plan(config: PipelineConfig) -> list[Stage]:
         "fit": {"traces": traces, "out": predictor},
         "profile": models | {"out": profile, "predictor": predictor},
         "tune": {"traces": traces, "predictor": predictor, "profile": profile, "out": policy},
-        "export": {"predictor": predictor, "policy": policy, "out": out / "bundle"},
+        "export": {"predictor": config.tune.get("predictor", predictor), "policy": policy, "out": out / "bundle"},
     }
+    if config.tune.get("confirm_live"):  # decodes with what was profiled
+        defaults["tune"] |= {"prompts": config.prompts} | {k: config.profile.get(k, models[k]) for k in models}
     stages = []
     for name in STAGES:
         section = stage_config(name, defaults[name] | getattr(config, name))
-        inputs = tuple(v for k in ("traces", "predictor", "profile", "policy") if (v := getattr(section, k, None)))
-        stages.append(Stage(name, section, inputs, getattr(section, "out")))  # noqa: B009
+        stages.append(Stage(name, section, paths_of(section), getattr(section, "out")))  # noqa: B009
     return stages
+
+
+def paths_of(section: Config) -> tuple[Path, ...]:
+    """The outputs of earlier stages that a stage reads."""
+    found: list[Path] = []
+    for key in FOLDERS:
+        value = getattr(section, key, None)
+        found += value if isinstance(value, tuple) else [value] if value else []
+    return tuple(found)
 
 
 def stage_config(name: str, values: Mapping[str, Any]) -> Config:
@@ -133,24 +146,20 @@ def stage_config(name: str, values: Mapping[str, Any]) -> Config:
         raise UserError(f"section '{name}': {error}") from None
 
 
-def never(stage: Stage) -> bool:
-    """Whether a stage may be skipped because nothing changed: not decided yet, so no."""
-    return False
-
-
-def run_pipeline(
-    stages: Sequence[Stage], announce: Callable[[str], None] = print, is_current: Callable[[Stage], bool] = never
-) -> None:
-    """Run the stages in order. `is_current` is the seam for skipping those whose inputs have not changed."""
+def run_pipeline(stages: Sequence[Stage], announce: Callable[[str], None] = print, force: bool = False) -> None:
+    """Run the stages in order, those that are unchanged since they last finished excepted (`force`: none)."""
     for number, stage in enumerate(stages, 1):
-        if is_current(stage):
+        reason = "forced" if force else why_stale(stage)
+        if reason is None:
             announce(f"[{number}/{len(stages)}] {stage.name}: unchanged, skipped")
             continue
-        announce(f"[{number}/{len(stages)}] {stage.name} -> {stage.output}")
+        announce(f"[{number}/{len(stages)}] {stage.name} -> {stage.output} ({reason})")
+        record = begin(stage)
         if getattr(stage.config, "devices", 1) > 1:
             run_apart(stage)
         else:
             RUNNERS[stage.name](stage.config)
+        finish(stage, record)
 
 
 def run_apart(stage: Stage) -> None:

@@ -71,17 +71,22 @@ def run_profile(config: ProfileConfig) -> Any:
 
 def run_tune(config: TuneConfig) -> Any:
     """The policy that pays most on a profile; see `ecospec_train.tune`."""
+    from ecospec_train.storage import shown
     from ecospec_train.tune import tune
 
-    inputs = [config.traces, config.predictor, config.profile]
-    with track("tune", config.model_dump(mode="json"), config.out, inputs) as run:
+    inputs = [config.traces, *config.predictor, config.profile]
+    parameters = config.model_dump(mode="json")
+    if config.storage is not None:
+        parameters["storage"] = shown(config.storage)
+    with track("tune", parameters, config.out, inputs) as run:
 
         def on_trial(number: int, tokens_per_ms: float, result: dict[str, Any]) -> None:
             run.log_metrics({"trial": {"tokens_per_ms": tokens_per_ms} | result}, step=number)
 
         report = tune(config, on_trial)
         run.log_metrics(report.model_dump(mode="json"))
-        run.log_artifact(config.out / "trials.json")
+        for name in ("trials.json", "pareto.png"):
+            run.log_artifact(config.out / name)
         run.log_artifact(report.file)
     return report
 
@@ -90,7 +95,7 @@ def run_export(config: ExportConfig) -> Any:
     """The bundle; see `ecospec_train.export`."""
     from ecospec_train.export import export
 
-    inputs = [config.predictor, *config.policy]
+    inputs = [*config.predictor, *config.policy]
     with track("export", config.model_dump(mode="json"), config.out, inputs) as run:
         bundle = export(config)
         run.log_artifact(config.out)

@@ -9,6 +9,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ecospec_runtime.console import leads
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -19,7 +21,7 @@ class Steps:
         self.label, self.total, self.done = label, total, done
         self._start = self._last = time.monotonic()
         self._bar: Progress | None = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and leads():
             columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
             self._bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
             self._task = self._bar.add_task(label, total=total, completed=done)
@@ -33,9 +35,11 @@ class Steps:
         if self._bar is not None:
             self._bar.stop()
 
-    def advance(self, status: str = "") -> None:
-        """One step more is done."""
-        self.done += 1
+    def advance(self, status: str = "", done: int | None = None) -> None:
+        """One step more is done, or `done` in all where others work on it too."""
+        self.done = self.done + 1 if done is None else done
+        if not leads():
+            return
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, description=f"{self.label} {status}".rstrip())
         elif time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:

@@ -78,5 +78,5 @@ def write_bundle(folder: Path, target_dir: Path, drafter_dir: Path, **changes: A
     if not predictor.exists():
         write_predictor(predictor, target_dir, drafter_dir)
     policy = write_policy(folder / "policy", **changes)
-    export(ExportConfig(predictor=predictor, policy=(policy,), out=folder / "bundle"))
+    export(ExportConfig(predictor=(predictor,), policy=(policy,), out=folder / "bundle"))
     return folder / "bundle"

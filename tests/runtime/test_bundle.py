@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from ecospec_runtime.bundle import check_drafter, check_target, load_bundle, vocabulary_sha256
+from ecospec_runtime.bundle import Bundle, check_drafter, check_target, load_bundle, vocabulary_sha256
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.machine import device_slug
 from tests.bundles import METRICS, this_slug
 
 
@@ -27,7 +30,7 @@ def copy(tiny_bundle: Path, tmp_path: Path) -> Path:
 def test_round_trip(tiny_bundle: Path) -> None:
     bundle = load_bundle(tiny_bundle)
     assert list(bundle.policies) == [this_slug()]
-    assert bundle.device_policy(this_slug()).parameters == {"price": 0.15}
+    assert bundle.policies[this_slug()].parameters == {"price": 0.15}
     assert bundle.manifest.metrics == METRICS
     assert bundle.manifest.target.vocabulary_sha256
     assert set(bundle.manifest.files) == {
@@ -152,19 +155,78 @@ def test_another_drafter_is_refused(key: str, value: Any, tiny_bundle: Path) -> 
         check_drafter(bundle, fake("drafter", bundle, **{key: value}))
 
 
-def test_threads_are_those_that_were_tuned_unless_given(tiny_bundle: Path) -> None:
+def test_threads_are_those_that_were_tuned_unless_given(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Quickstart tunes for one thread; decoding with its bundle must not need to be told so."""
     tuned, other = torch.get_num_threads(), torch.get_num_threads() + 1
     try:
         torch.set_num_threads(other)
         assert Engine.from_bundle(tiny_bundle).profile is not None
         assert torch.get_num_threads() == tuned
-        with pytest.raises(UserError, match=rf"-{other}t\).*--threads"):
-            Engine.from_bundle(tiny_bundle, threads=other)
+        assert warnings_in(capsys) == []
+        engine = Engine.from_bundle(tiny_bundle, threads=other)
+        assert (engine.policy.name, torch.get_num_threads()) == ("throughput", other)
+        (line,) = warnings_in(capsys)
+        assert f"-{other}t); using the one for {this_slug_of(tuned)}" in line
+        Engine.from_bundle(tiny_bundle, policy="confidence", threads=other)
+        assert warnings_in(capsys) == [], "this policy reads no profile"
     finally:
         torch.set_num_threads(tuned)
 
 
-def test_a_device_without_a_policy_is_named(tiny_bundle: Path) -> None:
-    with pytest.raises(UserError, match=r"no policy for this device \(gpu-x\).*--policy"):
-        load_bundle(tiny_bundle).device_policy("gpu-x")
+def warnings_in(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Warnings since the last look, without the progress bars of libraries."""
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+
+def this_slug_of(threads: int) -> str:
+    """The tiny target's slug on this machine with another number of threads."""
+    return f"{this_slug().rsplit('-', 1)[0]}-{threads}t"
+
+
+def several(bundle: Path) -> Bundle:
+    """The bundle as it would be with policies for three devices, one of them this one."""
+    loaded = load_bundle(bundle)
+    (own,) = loaded.policies.values()
+    policies = dict(loaded.policies)
+    for device, dtype, threads, depth in (("Big CPU", "bfloat16", 8, 1), ("Big CPU", "float32", 64, 2)):
+        profile = own.profile.model_copy(update={"device": device, "dtype": dtype, "threads": threads,
+                                                 "slug": device_slug(device, dtype, threads)})  # fmt: skip
+        policies[profile.slug] = own.model_copy(update={"profile": profile, "depth": depth})
+    return replace(loaded, policies=policies)
+
+
+@pytest.mark.parametrize(
+    ("asked", "depth", "words"),
+    [
+        (("Big CPU", "bfloat16", 8), 1, ""),
+        (("Big CPU", "float32", 64), 2, ""),
+        (("Big CPU", "bfloat16", 16), 1, r"\(big-bfloat16-16t\); using the one for big-bfloat16-8t"),
+        (("Big CPU", "float32", 1), 2, "using the one for big-float32-64t"),
+        (
+            ("GPU X", "float32", 8),
+            None,
+            r"\(gpu-x-float32-8t\), only for: .*big-bfloat16-8t.*decoding without.*--policy",
+        ),
+    ],
+)
+def test_the_policy_of_the_device_is_taken_else_the_nearest_with_a_warning(
+    tiny_bundle: Path, asked: tuple[str, str, int], depth: int | None, words: str
+) -> None:
+    picked = several(tiny_bundle).policy_for(*asked)
+    assert picked.spec.depth == depth
+    assert (picked.spec.name == "off") == (depth is None) == (picked.profile is None)
+    assert bool(picked.warning) == bool(words)
+    assert re.search(words, picked.warning)
+
+
+def test_on_an_unknown_device_it_decodes_plainly_and_says_so(
+    tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = several(tiny_bundle)
+    strange = replace(bundle, policies={k: p for k, p in bundle.policies.items() if k != this_slug()})
+    engine = Engine.from_bundle(strange)
+    assert engine.policy.name == "off"
+    assert this_slug() in engine.reason
+    assert len(warnings_in(capsys)) == 1
+    with pytest.raises(UserError, match="'throughput' needs a device profile"):
+        Engine.from_bundle(strange, policy="throughput")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from ecospec_runtime.bundle import load_bundle
+from ecospec_runtime.bundle import file_sha256, load_bundle
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.errors import UserError
 from ecospec_train import stages, tracking
@@ -20,7 +20,7 @@ from ecospec_train.cli import app
 from ecospec_train.export import ExportConfig, export
 from ecospec_train.pipeline import load_pipeline, run_pipeline
 from ecospec_train.traces import Traces
-from tests.bundles import write_policy, write_predictor
+from tests.bundles import this_slug, tiny_profile, write_policy, write_predictor
 
 PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))
 
@@ -43,7 +43,7 @@ def write_pipeline(folder: Path, target: Path, drafter: Path, **changes: Any) ->
         "harvest": {"max_new_tokens": 8, "pool": {"depth": 3, "beam": 2, "width": 4}},
         "fit": {"width": 16, "epochs": 1, "heldout": 0.4},
         "profile": {"tokens": [1, 2, 4, 8], "contexts": [16, 48], "repeats": 3, "allow_busy": True, "pool": {"depth": 3, "beam": 2, "width": 4}},
-        "tune": {"trials": 1},
+        "tune": {"trials": 1, "confirm_live": 1, "live_prompts": 3},
     }  # fmt: skip
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(values | changes))
@@ -70,6 +70,12 @@ def test_run_leaves_a_bundle_that_decodes(finished: Path) -> None:
     tuned = next(iter(bundle.policies.values()))
     assert tuned.reason
     assert {"speedup_vs_off", "speedup_vs_confidence"} <= set(tuned.results)
+    live = tuned.results["live"]
+    assert set(live) == {"off", "confidence", "best 1"}
+    assert live["off"]["speedup"] == live["off"]["low"] == live["off"]["high"] == 1.0
+    assert all(one["low"] <= one["speedup"] <= one["high"] and 2 <= one["prompts"] <= 3 for one in live.values())
+    fastest = max((live[name] for name in live if name != "off"), key=lambda one: one["speedup"])
+    assert (tuned.policy == "off") == (fastest["low"] <= 1.0) == ("does not pay" in tuned.reason)
     assert "replay.png" in bundle.manifest.files
     assert "(replay.png)" in (bundle.folder / "README.md").read_text()
     texts = []
@@ -104,15 +110,20 @@ def test_every_stage_is_a_run_with_lineage(finished: Path) -> None:
     assert {a.path for a in client.list_artifacts(ids["export"])} == {"bundle"}
 
 
-def test_a_second_run_takes_over_the_traces(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_skips_everything_and_a_forced_one_takes_over_the_traces(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(finished)
+    result = run("run", finished / "tiny.yaml", "tune.positions=64")
+    assert [line for line in result.stderr.splitlines() if line.startswith("[")] == [
+        f"[{i}/5] {name}: unchanged, skipped"
+        for i, name in enumerate(("harvest", "fit", "profile", "tune", "export"), 1)
+    ]
     before = (finished / "run/traces/manifest.json").read_bytes()
     seen: list[str] = []
-    plan = load_pipeline(finished / "tiny.yaml")
-    run_pipeline(plan[:1], seen.append)
+    run_pipeline(load_pipeline(finished / "tiny.yaml")[:1], seen.append, force=True)
+    assert seen[0].endswith("(forced)")
     assert (finished / "run/traces/manifest.json").read_bytes() == before
-    run_pipeline(plan, seen.append, is_current=lambda stage: True)
-    assert seen[-1] == "[5/5] export: unchanged, skipped"
 
 
 def test_a_stage_of_several_processes_runs_apart(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -173,6 +184,17 @@ def test_broken_files(tmp_path: Path) -> None:
         load_pipeline(tmp_path / "q.yaml")
 
 
+def test_live_confirmation_decodes_with_what_was_profiled(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path, Path("small"), Path("head"), profile={"target": "wide"})
+    plan = {s.name: s.config for s in load_pipeline(path, ("tune.predictor=[p, q]",))}
+    tune: Any = plan["tune"]
+    assert (tune.target, tune.drafter) == ("wide", "head")
+    assert tune.prompts == str(tmp_path / "prompts.jsonl")
+    assert plan["export"].predictor == tune.predictor == (Path("p"), Path("q"))  # type: ignore[attr-defined]
+    bare: Any = load_pipeline(path, ("tune.confirm_live=0",))[3].config
+    assert (bare.target, bare.prompts) == (None, None)
+
+
 def test_overrides_reach_their_stage(tmp_path: Path) -> None:
     path = write_pipeline(tmp_path, Path("t"), Path("d"))
     plan = {s.name: s.config for s in load_pipeline(path, ("fit.epochs=7", "harvest.pool.depth=5", "export.target=x"))}
@@ -212,22 +234,22 @@ def parts(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_
 def test_export_refuses_what_does_not_belong(parts: Path, tmp_path: Path) -> None:
     predictor, policy = parts / "predictor", parts / "policy"
     with pytest.raises(UserError, match="is not a bundle"):
-        export(ExportConfig(predictor=predictor, policy=(policy,), out=predictor / "predictor.onnx"))
+        export(ExportConfig(predictor=(predictor,), policy=(policy,), out=predictor / "predictor.onnx"))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="is not a bundle"):
-        export(ExportConfig(predictor=predictor, policy=(policy,), out=tmp_path / "mine"))
+        export(ExportConfig(predictor=(predictor,), policy=(policy,), out=tmp_path / "mine"))
     assert (tmp_path / "mine/thesis.txt").exists()
     with pytest.raises(UserError, match="second policy for the device"):
-        export(ExportConfig(predictor=predictor, policy=(policy, policy), out=tmp_path / "b"))
+        export(ExportConfig(predictor=(predictor,), policy=(policy, policy), out=tmp_path / "b"))
     with pytest.raises(UserError, match="holds no policies"):
-        export(ExportConfig(predictor=predictor, policy=(tmp_path,), out=tmp_path / "b"))
+        export(ExportConfig(predictor=(predictor,), policy=(tmp_path,), out=tmp_path / "b"))
     with pytest.raises(UserError, match="tokenizer cannot be read"):
-        export(ExportConfig(predictor=predictor, policy=(policy,), out=tmp_path / "b", target=str(tmp_path)))
+        export(ExportConfig(predictor=(predictor,), policy=(policy,), out=tmp_path / "b", target=str(tmp_path)))
     broken = Path(shutil.copytree(predictor, tmp_path / "predictor"))
     (broken / "predictor.safetensors").unlink()
     with pytest.raises(UserError, match=r"predictor\.safetensors: missing"):
-        export(ExportConfig(predictor=broken, policy=(policy,), out=tmp_path / "b"))
+        export(ExportConfig(predictor=(broken,), policy=(policy,), out=tmp_path / "b"))
     assert not list(tmp_path.glob("*b*.tmp")), "nothing half-made stays behind"
     assert not (tmp_path / "b").exists()
 
@@ -251,7 +273,7 @@ def test_export_refuses_a_policy_that_cannot_be_built(
     profile = values["profile"] | changes.pop("profile", {})
     path.write_text(json.dumps(values | {"profile": profile} | changes))
     with pytest.raises(UserError, match=rf"{path.name}: .*{expected}"):
-        export(ExportConfig(predictor=parts / "predictor", policy=(folder,), out=tmp_path / "b"))
+        export(ExportConfig(predictor=(parts / "predictor",), policy=(folder,), out=tmp_path / "b"))
     assert {p.name for p in tmp_path.iterdir()} == {"policy"}, "nothing was written"
 
 
@@ -261,8 +283,36 @@ def test_a_full_disk_blames_the_bundle(parts: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(UserError, match="b: no space left"):
-        export(ExportConfig(predictor=parts / "predictor", policy=(parts / "policy",), out=tmp_path / "b"))
+        export(ExportConfig(predictor=(parts / "predictor",), policy=(parts / "policy",), out=tmp_path / "b"))
     assert not list(tmp_path.iterdir())
+
+
+def test_one_bundle_holds_policies_for_several_devices(parts: Path, tmp_path: Path) -> None:
+    profile = tiny_profile().model_copy(update={"device": "GPU X", "slug": "gpu-x-float32-8t", "threads": 8})
+    other = write_policy(tmp_path / "other", policy="ratio", parameters={"budget": 4}, profile=profile)
+    bundle = export(
+        ExportConfig(predictor=(parts / "predictor",), policy=(parts / "policy", other), out=tmp_path / "b")
+    )
+    assert list(bundle.policies) == [this_slug(), "gpu-x-float32-8t"]
+    assert all(slug in (tmp_path / "b/README.md").read_text() for slug in bundle.policies)
+    assert bundle.policy_for("GPU X", "float32", 8).spec.name == "ratio"
+    assert Engine.from_bundle(bundle).policy.name == "throughput"
+
+
+def test_export_takes_the_predictor_that_the_policies_were_tuned_with(parts: Path, tmp_path: Path) -> None:
+    first = parts / "predictor"
+    second = Path(shutil.copytree(first, tmp_path / "second"))
+    values = json.loads((second / "manifest.json").read_text())
+    (second / "manifest.json").write_text(json.dumps(values | {"config": {"width": 7}}))
+    policy = write_policy(tmp_path / "policy", predictor=file_sha256(second / "manifest.json"))
+    bundle = export(ExportConfig(predictor=(first, second), policy=(policy,), out=tmp_path / "b"))
+    assert bundle.manifest.predictor.config == {"width": 7}
+    with pytest.raises(UserError, match=r"tuned with another predictor.*--predictor"):
+        export(ExportConfig(predictor=(first,), policy=(policy,), out=tmp_path / "b"))
+    profile = tiny_profile().model_copy(update={"slug": "gpu-x"})
+    other = write_policy(tmp_path / "other", predictor=file_sha256(first / "manifest.json"), profile=profile)
+    with pytest.raises(UserError, match="tuned with different predictors"):
+        export(ExportConfig(predictor=(first, second), policy=(policy, other), out=tmp_path / "b"))
 
 
 def test_export_replaces_an_older_bundle(parts: Path, tmp_path: Path) -> None:
@@ -288,6 +338,7 @@ def run(*arguments: Any) -> Result:
         (("harvest", "--target", "x", "--drafter", "d", "--prompts", "p", "--out", "o", "--max-disk", "9 apples"), "9 apples"),
         (("profile", "--target", "./x", "--drafter", "d", "--out", "."), "is a folder"),
         (("tune", "--traces", "t", "--predictor", "p", "--profile", "nowhere.json", "--out", "o"), "nowhere.json"),
+        (("tune", "--traces", "t", "--predictor", "p", "--profile", "f", "--out", "o", "--confirm-live", "2"), "give --target"),
         (("export", "--predictor", "nowhere", "--policy", "p", "--out", "o"), "nowhere"),
         (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("fit", "--traces", "t", "--out", "o", "--set", "seed=-1"), "'seed'"),
