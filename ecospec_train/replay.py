@@ -130,7 +130,8 @@ def follow(
         room = None if max_new_tokens is None else max_new_tokens - position
         if room == 0:
             return
-        chosen, draft_ms = [], 0.0
+        chosen: list[int] = []
+        draft_ms = 0.0
         drafted = chooser.policy.drafts and room != 1 and gate.passes()
         pools = cut(gate.depth)
         if drafted:

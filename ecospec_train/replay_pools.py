@@ -87,7 +87,7 @@ class CutPools:
             tokens=nodes["token"].astype(np.int64), parents=self._parents[span], depths=nodes["depth"].astype(np.int64),
             ranks=nodes["rank"].astype(np.int64), log_probs=nodes["log_prob"],
             state_rows=nodes["state_row"].astype(np.int64), states=NO_STATES, entropies=NO_ENTROPIES, root_token=-1,
-            levels=self.levels[row],
+            log_normalizers=NO_STATES, levels=self.levels[row],
         )  # fmt: skip
         return Candidates(
             pool=pool, acceptance=self._acceptance[span], reach=self._reach[span], masks=sets[1:], root_mask=sets[0],
