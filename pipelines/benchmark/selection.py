@@ -42,8 +42,8 @@ which experts take 40 to 90 % of a plain step, and prices of 0.8 to 3 times plai
 on no set pays. The gap is what the search loses of the best set's net gain in tokens, where that is 0.01 or more."""
 TIME_TEXT = "**Time to choose**, ms on one core: median over pools (90th percentile)."
 PRICE_TEXT = """**One price for the whole replay against the best ratio of tokens to time in each step**, replayed on {positions} positions of
-recorded traces, speed over plain decoding and nodes per pass. A step that maximises its own ratio forgets that time saved is worth what the
-other steps make of it. Nothing pauses; under the same acceptance model."""
+recorded traces, speed over plain decoding and nodes per pass. A step that maximises its own ratio does not know what the other steps
+make of the time it saves. Nothing pauses."""
 ROUNDS = 20  # most rounds of Dinkelbach's iteration; it takes three or four
 TIMED = (
     "confidence,ratio:budget=8,ratio:budget=8,capacity=12,prefix,utility,throughput,throughput:node_experts=2,"
@@ -204,7 +204,7 @@ def load_real(args: argparse.Namespace) -> tuple[ReplayRows, DeviceProfile]:
 def main() -> None:
     """Print the tables; exit code 1 if a gap passes its bound or a set is wrongly empty."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pools", type=int, default=500, help="per model")
+    parser.add_argument("--pools", type=int, default=200, help="per model")
     parser.add_argument("--timed", type=int, default=40, help="pools timed per model and size; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     for name in ("traces", "predictor", "profile", "json", "markdown"):

@@ -67,7 +67,7 @@ def test_text_follows_the_targets_distribution(target: Target, stub_drafter: Any
     drafter = stub_drafter(lambda context, path: [7, 0, 4], confidence=0.99)
     profile = make_profile(fixed_ms=1.0, per_token_ms=0.01, per_expert_ms=0.001, plain_ms=1.2)
     scorer = Scorer(lying_predictor(), "head", target.moe_layers, target.experts)
-    policy = build_policy(parse_policy("ratio:budget=6" if name in ("plain", "top-k") else "throughput"))
+    policy = build_policy(parse_policy("ratio:budget=6" if name in ("plain", "top-k") else "throughput:pause=0"))
     engine = Engine(target, drafter, scorer, policy, profile, PoolConfig(depth=3, beam=2, width=3))
     config = GenerationConfig(max_new_tokens=TOKENS, eos_token_id=(), seed=11, **settings)
     stream = engine.generate(prompt, config)

@@ -28,7 +28,7 @@ from tests.oracles import mixed_drafter
 from tests.train.invented import make_profile
 
 PROFILE = make_profile(fixed_ms=1.0, per_token_ms=0.05, per_expert_ms=0.01, plain_ms=1.2)
-POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "utility:trial=1,hold=2", "throughput")
+POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "utility:trial=1,hold=2", "throughput:pause=0")
 
 
 class RandomPolicy:

@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 3, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_local_experts": 16,
                     "num_experts_per_tok": 3, "routed_scaling_factor": 2.5},
 }  # fmt: skip
-POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "throughput")
+POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "throughput:pause=0")
 PROFILE = make_profile(fixed_ms=1.0, per_token_ms=0.02, per_expert_ms=0.002, plain_ms=1.2)
 
 
@@ -197,7 +197,7 @@ def test_sampled_text_follows_the_targets_distribution(eight: Target, stub_draft
     settings, prompt = SETTINGS[name], [1, 5, 3, 2]
     drafter = stub_drafter(lambda context, path: [7, 0, 4], confidence=0.99)
     drafter.aux_layers = (0, 1, 2)
-    decoder = decoder_for(eight, drafter, "ratio:budget=6" if name == "plain" else "throughput:price=0.5")
+    decoder = decoder_for(eight, drafter, "ratio:budget=6" if name == "plain" else "throughput:price=0.5,pause=0")
     config = GenerationConfig(max_new_tokens=SAMPLED, eos_token_id=(), seed=11, **settings)
     stream = decoder.generate(prompt, config)
     text = [token.id for token in stream]
