@@ -17,6 +17,7 @@ from ecospec_runtime.bundle import DevicePolicy
 from ecospec_runtime.config import Config
 from ecospec_runtime.console import note, write_json
 from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import PolicySpec, build_policy, parse_policy
 from ecospec_runtime.predictor import Predictor
 from ecospec_train.replay import ReplayResult, ReplayRows, load_rows, replay
@@ -106,7 +107,10 @@ def conclude(
     best = candidate(settled(ranked, tuning, inputs.profile, points), first)
     rivals = {"off": Candidate(OFF, first)}
     for name, kind in (("confidence", "raw"), ("confidence_temperature", "temperature")):
-        rivals[name] = candidate(next(t for t in ranked if is_published(t.params, kind, points)), first)
+        tried = [t for t in ranked if is_published(t.params, kind, points)]
+        if not tried:
+            raise UserError(f"no fixed budget with acceptance={kind} was finished; tune again with another --storage")
+        rivals[name] = candidate(tried[0], first)
     rows = {c.predictor: inputs.load(c.predictor, inputs.confirming_prompts) for c in (best, *rivals.values())}
 
     def confirmed(one: Candidate, oracle: bool = False) -> ReplayResult:

@@ -55,6 +55,8 @@ class ExportConfig(Config):
 
 def export(config: ExportConfig) -> Bundle:
     """Write a bundle and load it back. Raises UserError for missing or foreign inputs, or a folder that is something else."""
+    for folder in config.predictor:
+        load_manifest(folder)  # says what is wrong with a folder that is none
     policies = collect_policies(config.policy)
     predictor = pick_predictor(config.predictor, policies)
     fitted = load_manifest(predictor)
@@ -119,7 +121,6 @@ def pick_predictor(folders: tuple[Path, ...], policies: dict[str, DevicePolicy])
         )
     ((digest, slug),) = wanted.items()
     for folder in folders:
-        load_manifest(folder)  # says what is wrong with a folder that is none
         if file_sha256(folder / MANIFEST_FILE) == digest:
             return folder
     raise UserError(

@@ -29,6 +29,7 @@ def plot_front(study: optuna.Study, path: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        axes = plot_pareto_front(study, target_names=NAMES)
-    axes.figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(axes.figure)
+        plot_pareto_front(study, target_names=NAMES)  # makes a figure, the current one
+    figure = plt.gcf()
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)

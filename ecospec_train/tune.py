@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import optuna
 from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 from pydantic import Field, field_validator
 
@@ -39,7 +40,7 @@ from ecospec_runtime.predictor import MANIFEST_FILE, Predictor, same_drafter
 from ecospec_train import search_space
 from ecospec_train.choice import Inputs, Settings, TuneReport, conclude, trial_table
 from ecospec_train.pareto import PLOT, plot_front
-from ecospec_train.replay import ReplayRows, replay, replay_at_best_price
+from ecospec_train.replay import ReplayRow, ReplayRows, replay, replay_at_best_price
 from ecospec_train.search_space import Space, suggest, yardsticks
 from ecospec_train.steps import Steps
 from ecospec_train.storage import MEMORY, default_storage, open_storage, shown
@@ -232,7 +233,8 @@ def open_study(
         config.objectives, space, yardsticks(space), search_space.SEARCHED, search_space.MIN_REACHES, search_space.PAUSES,
     ])  # fmt: skip
     name = f"ecospec-{hashlib.sha256(inputs.encode()).hexdigest()[:16]}"
-    directions = ["maximize"] if config.objectives == "rate" else ["maximize", "minimize"]
+    up, down = StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE
+    directions = [up] if config.objectives == "rate" else [up, down]
     pruner = optuna.pruners.MedianPruner(n_startup_trials=len(yardsticks(space)))
     return optuna.create_study(
         storage=storage, study_name=name, directions=directions, load_if_exists=True, pruner=pruner
@@ -276,7 +278,8 @@ def run_trials(study: Study, rows: dict[str, ReplayRows], on_trial: OnTrial | No
 
 def beginning(rows: ReplayRows) -> ReplayRows:
     """The first prompts, up to `FIRST_PART` of the positions."""
-    kept, count = [], 0
+    kept: list[list[ReplayRow]] = []
+    count = 0
     for prompt in rows.prompts:
         if kept and count >= FIRST_PART * len(rows):
             break
