@@ -40,7 +40,8 @@ from ecospec_runtime.predictor import MANIFEST_FILE, Predictor, same_drafter
 from ecospec_train import search_space
 from ecospec_train.choice import Inputs, Settings, TuneReport, conclude, trial_table
 from ecospec_train.pareto import PLOT, plot_front
-from ecospec_train.replay import ReplayRow, ReplayRows, replay, replay_at_best_price
+from ecospec_train.replay import ReplayRows, replay, replay_at_best_price
+from ecospec_train.replay_rows import PromptRows
 from ecospec_train.search_space import Space, suggest, yardsticks
 from ecospec_train.steps import Steps
 from ecospec_train.storage import MEMORY, default_storage, open_storage, shown
@@ -278,7 +279,7 @@ def run_trials(study: Study, rows: dict[str, ReplayRows], on_trial: OnTrial | No
 
 def beginning(rows: ReplayRows) -> ReplayRows:
     """The first prompts, up to `FIRST_PART` of the positions."""
-    kept: list[list[ReplayRow]] = []
+    kept: list[PromptRows] = []
     count = 0
     for prompt in rows.prompts:
         if kept and count >= FIRST_PART * len(rows):

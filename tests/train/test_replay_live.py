@@ -45,7 +45,7 @@ TEXTS = ["abcabcab", "x", "for i in x: for i in"]
 CASES = [f"{kind} {t}" for kind in ("stub", "eagle3", "mtp", "ngram") for t in (0.0, 0.7)]
 EVERYWHERE = ["confidence:budget=6,acceptance=head,min_reach=0.02", "ratio:budget=5,acceptance=temperature,depth=2",
               "throughput:price=0.4,acceptance=head,min_reach=0.03,pause=2"]  # fmt: skip
-PAUSING = "throughput:price=4,acceptance=logistic,min_reach=0.3,pause=2"
+PAUSING = "throughput:price=40,acceptance=logistic,min_reach=0.3,pause=2"
 OF_STUB = [
     "off", "confidence:budget=4,acceptance=raw", "confidence:budget=3,acceptance=logistic,depth=2",
     "confidence:budget=8,acceptance=temperature", "ratio:budget=5,acceptance=head",
