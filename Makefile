@@ -2,7 +2,7 @@
 #   make test        everything that proves the project (4 to 6 minutes on 2 cores)
 #   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (8 to 13 minutes)
 #   make reference   train a reference target and drafter like the committed ones (under three hours); from the committed
-#                    one, with FAMILY=gpt-oss or FAMILY=deepseek-v3, a reference of that architecture (planned for 90 minutes)
+#                    one, with FAMILY=gpt-oss or FAMILY=deepseek-v3, a reference of that architecture (within 90 minutes)
 #   make lint        ruff and mypy
 # PYTHON=...   another interpreter (3.11 to 3.13).  PIP_ARGS=...  for example another index of torch builds.
 

@@ -74,9 +74,9 @@ def export(config: ExportConfig) -> Bundle:
             if not source.is_file():
                 raise UserError(f"{source}: missing; run `ecospec-train fit` again")
             shutil.copyfile(source, folder / name)
-        judged = (config.predictor / RELIABILITY_PLOT).is_file()
+        judged = (predictor / RELIABILITY_PLOT).is_file()
         if judged:
-            shutil.copyfile(config.predictor / RELIABILITY_PLOT, folder / RELIABILITY_PLOT)
+            shutil.copyfile(predictor / RELIABILITY_PLOT, folder / RELIABILITY_PLOT)
         (folder / "policies").mkdir()
         for slug, policy in policies.items():
             (folder / "policies" / f"{slug}.json").write_text(policy.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -30,6 +30,8 @@ from pipelines.reference.target import load_target, prepare, saved
 
 NAMES = {"post_norm.": "shared_head.norm.", "mtp_block.": ""}  # transformers' prefixes to the published ones
 
+TARGET_RECORD = "target-training.json"  # what the target's training wrote about itself; the layer's is training.json
+
 
 def new_layer(target: Any) -> Any:
     """An MTP layer that starts as the target's last layer on the target's own state."""
@@ -66,8 +68,7 @@ def save_layer(layer: Any, target: Path, layers: int, out: Path) -> None:
     """Write the target's folder with the layer in its checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
     for path in target.glob("*.json"):
-        if path.name != "training.json":
-            shutil.copyfile(path, out / path.name)
+        shutil.copyfile(path, out / (TARGET_RECORD if path.name == "training.json" else path.name))
     tensors = load_file(target / "model.safetensors") | published(layer, layers)
     temporary = out / "model.safetensors.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})

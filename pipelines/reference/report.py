@@ -28,6 +28,7 @@ from ecospec_runtime.pool import Pool
 from ecospec_runtime.statistics import loop_share
 from ecospec_runtime.target import Target
 from ecospec_runtime.weights import read_folder
+from pipelines.reference.mtp import TARGET_RECORD
 from pipelines.reference.ngram import KneserNey, perplexity, unigram
 from pipelines.reference.target import CONTEXT, Windows
 
@@ -158,10 +159,10 @@ def drafter_weights(folder: Path, kind: str, layers: int) -> tuple[int, int]:
     return sum(tensor.nbytes // tensor.dtype.itemsize for tensor in own), sum(tensor.nbytes for tensor in own)
 
 
-def weights_summary(folder: Path, parameters: int) -> dict[str, Any]:
+def weights_summary(folder: Path, parameters: int, record: str = "training.json") -> dict[str, Any]:
     """Parameters, bytes on disk and what the training run wrote about itself."""
     files = sorted(folder.glob("*.safetensors"))
-    path = folder / "training.json"
+    path = folder / record
     training = json.loads(path.read_text()) if path.exists() else {}
     return {
         "parameters": parameters, "bytes": sum(f.stat().st_size for f in files), "training_tokens": training.get("tokens"),
@@ -174,7 +175,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     corpus = json.loads((args.corpus / "manifest.json").read_text())
     target = Target.from_pretrained(args.target, dtype="float32")
     drafter = load_drafter(args.head, target)
-    about_target = weights_summary(args.target, sum(p.numel() for p in target.model.parameters()))
+    record = TARGET_RECORD if (args.target / TARGET_RECORD).exists() else "training.json"
+    about_target = weights_summary(args.target, sum(p.numel() for p in target.model.parameters()), record)
     tokens = args.tokens or about_target["training_tokens"]
     held_out = spread_windows(args.corpus / "bench.npy", args.windows)
     probabilities, load = read_text(target, held_out)

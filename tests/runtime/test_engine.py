@@ -18,6 +18,7 @@ import torch
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.engine import PREFILL_CHUNK, Engine
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.gate import DraftGate, Outlook
 from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.policies.base import Policy
 from ecospec_runtime.pool import Candidates, Pool
@@ -292,7 +293,7 @@ def test_paused_drafter_catches_up(
 ) -> None:
     """While drafting does not pay it rests, longer and longer; the stub checks that no row is lost when it is tried again."""
     policy = FixedPolicy(lambda pool: [])
-    policy.pause, policy.gain = 4, lambda *_: -1.0  # type: ignore[attr-defined]
+    policy.gate, policy.outlook = lambda depth: DraftGate(pause=4), lambda *_: Outlook(0.0, 3.0)  # type: ignore[attr-defined]
     drafter = drafters("oracle", texts)
     stream = engine_for(target, drafter, policy).generate(
         prompts[0], GenerationConfig(max_new_tokens=30, eos_token_id=())
