@@ -47,7 +47,7 @@ TpOption = Annotated[int, typer.Option(min=1, help="Processes of a torchrun that
 ThreadsOption = Annotated[
     int | None,
     typer.Option(
-        min=1, max=MOST_THREADS, help="CPU threads; default: what a bundle was tuned for, else torch's choice."
+        min=1, max=MOST_THREADS, help="CPU threads; default: torch's choice, or what a given bundle was tuned for."
     ),
 ]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
@@ -82,7 +82,9 @@ def generate(
     drafter: DrafterOption = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompts: Annotated[str | None, typer.Option(help="JSONL file or hub data set instead of --prompt.")] = None,
-    policy: Annotated[str, typer.Option(help="auto, or e.g. off, confidence:budget=4, ratio, throughput.")] = "auto",
+    policy: Annotated[
+        str, typer.Option(help="auto, or off, confidence:budget=4, prefix, utility, ratio, throughput, ...")
+    ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Exactly this many, unless the text ends first.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,

@@ -173,6 +173,8 @@ def by_replay(
     against = gain(results["best"], results["confidence"])
     reason = (f"{spec.name} replays at {unseen:.3f}x plain decoding and {against:.3f}x the best fixed budget "
               f"({results['confidence'].policy})")  # fmt: skip
+    if against < 1.0:
+        reason += "; it was faster where it was tuned: harvest more prompts, or let --confirm-live decide"
     return best, reason
 
 

@@ -172,7 +172,10 @@ def tune(
     predictor: Annotated[list[Path], typer.Option(help="Folder of a fit; may be repeated, the best variant is used.")],
     profile: Annotated[Path, typer.Option(help="File of a profile.")],
     out: Annotated[Path, typer.Option(help="Folder for the policy.")],
-    trials: Annotated[int | None, typer.Option(min=1, help="In all, over workers and earlier runs.")] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(min=1, help="In all, over workers and earlier runs; some thirty points are always tried."),
+    ] = None,
     objectives: Annotated[
         str | None, typer.Option(help="rate (default), or pareto: tokens per pass against experts read.")
     ] = None,

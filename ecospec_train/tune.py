@@ -41,7 +41,7 @@ from ecospec_train import search_space
 from ecospec_train.choice import Inputs, Settings, TuneReport, conclude, trial_table
 from ecospec_train.pareto import PLOT, plot_front
 from ecospec_train.replay import ReplayRows, replay, replay_at_best_price
-from ecospec_train.replay_rows import PromptRows
+from ecospec_train.replay_rows import PromptRows, check_lineage
 from ecospec_train.search_space import Space, suggest, yardsticks
 from ecospec_train.steps import Steps
 from ecospec_train.storage import MEMORY, default_storage, open_storage, shown
@@ -152,6 +152,7 @@ def prepare(config: TuneConfig) -> Study:
     traces = Traces(config.traces)
     for folder, predictor in zip(config.predictor, predictors.values(), strict=True):
         same_drafter(profile.drafter, f"profile {config.profile}", predictor.manifest, folder)
+        check_lineage(traces, predictor)
     prepare_folder(config.out)
     where = config.storage or default_storage(config.out)
     if config.workers > 1 and where in MEMORY:
