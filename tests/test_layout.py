@@ -94,10 +94,15 @@ def test_runtime_imports_without_the_training_extras() -> None:
 
 
 def test_no_large_file_but_the_reference_weights() -> None:
-    model = ROOT / "pipelines/reference/model"
+    families = ROOT / "pipelines/reference/families"
+    limits = {ROOT / "pipelines/reference/model": 42_000_000} | {
+        family: 20_000_000 for family in families.iterdir() if family.is_dir()
+    }
     files = tracked()
-    assert [str(p) for p in files if model not in p.parents and p.stat().st_size > 2_000_000] == []
-    assert sum(p.stat().st_size for p in files if model in p.parents) <= 42_000_000
+    large = [p for p in files if p.stat().st_size > 2_000_000]
+    assert [str(p) for p in large if limits.keys().isdisjoint(p.parents)] == []
+    for folder, limit in limits.items():
+        assert sum(p.stat().st_size for p in files if folder in p.parents) <= limit, folder
 
 
 def test_no_absolute_machine_path_is_committed() -> None:
