@@ -21,7 +21,7 @@ from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.placement import Placement, check_placed, loading_arguments
 from ecospec_runtime.quantization import FP8, MXFP4, dequantized, method_of, stays_quantized
-from ecospec_runtime.weights import SINGLE, StoredTensor, checkpoint_files, indexed_files, read_folder
+from ecospec_runtime.weights import SINGLE, StoredTensor, checkpoint_files, indexed_files, own_pages, read_folder
 
 DTYPES: dict[str, torch.dtype | str] = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 _WHOLE, _TOTAL = 4 << 20, 2 << 30  # bytes: a tensor up to this size is hashed whole; what is hashed in all, at most
@@ -100,7 +100,7 @@ def load_model(folder: Path, source: str, dtype: str, placement: Placement = Pla
     if "draft_vocab_size" in settings:
         raise UserError(f"target {source}: this is a draft head; the target is the model that it drafts for")
     try:
-        with _silent():
+        with _silent(), own_pages():
             model, info = _load(folder, source, dtype, placement, settings)
             if placement.single is not None and placement.tp == 1 and not getattr(model, "is_quantized", False):
                 model = model.to(placement.single)

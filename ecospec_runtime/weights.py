@@ -6,10 +6,13 @@ resident, twice the model. Plain reads leave nothing behind, so loading needs th
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import struct
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from ecospec_runtime.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OWN_PAGES = 64 << 10  # bytes from which a tensor gets pages of its own
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+LARGEST = 32 << 20  # the most that glibc lets its own threshold grow to
 TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -81,6 +86,22 @@ class StoredTensor:
                     raise UserError(f"{self.path}: ends inside {self.name}; copy or download it again")
                 view = view[count:]
         return tensor
+
+
+@contextmanager
+def own_pages() -> Iterator[None]:
+    """In here malloc gives tensors pages of their own: on its heap, what conversions free stays between what they leave, up to
+    half a model's size. Afterwards its thresholds are where freeing large tensors takes them anyway. glibc only."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    mallopt(M_MMAP_THRESHOLD, OWN_PAGES)
+    try:
+        yield
+    finally:
+        mallopt(M_MMAP_THRESHOLD, LARGEST)
+        mallopt(M_TRIM_THRESHOLD, 2 * LARGEST)
 
 
 def own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
