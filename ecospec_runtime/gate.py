@@ -44,16 +44,12 @@ class Gate(Protocol):
         ...
 
 
-@dataclass
-class DraftGate:
-    """Shut while the running mean of what drafting gained is negative; each try that fails doubles the wait for the next."""
+@dataclass(kw_only=True)
+class Resting:
+    """The part of a gate that has drafting rest: each try that fails doubles the wait for the next."""
 
-    pause: int  # plain steps before the first try; 0: never shut
-    mean: float = TRUST
     wait: int = 0  # plain steps still to go
-    length: int = 0  # of the present pause; 0: open
-    depth: int | None = None
-    outlook: Outlook | None = None  # of the step under way
+    length: int = 0  # of the last pause; 0: the last try paid
 
     def passes(self) -> bool:
         """See `Gate`."""
@@ -61,6 +57,21 @@ class DraftGate:
             self.wait -= 1
             return False
         return True
+
+    def rest(self, first: int, most: int) -> None:
+        """Begin a pause: of `first` plain steps, or twice the last one, up to `most`."""
+        self.length = min(2 * self.length, most) if self.length else first
+        self.wait = self.length
+
+
+@dataclass
+class DraftGate(Resting):
+    """Shut while the running mean of what drafting gained is negative."""
+
+    pause: int  # plain steps before the first try; 0: never shut
+    mean: float = TRUST
+    depth: int | None = None
+    outlook: Outlook | None = None  # of the step under way
 
     def record(self, outlook: Outlook) -> None:
         """See `Gate`."""
@@ -73,7 +84,6 @@ class DraftGate:
         gained = accepted - self.outlook.cost
         self.mean = gained if self.length else MEMORY * self.mean + (1.0 - MEMORY) * gained
         if self.mean < 0.0:
-            self.length = min(2 * self.length, max(LONGEST, self.pause)) if self.length else self.pause
-            self.wait = self.length
+            self.rest(self.pause, max(LONGEST, self.pause))
         else:
             self.length = 0

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ecospec_runtime.config import Config
 from ecospec_runtime.device_profile import DeviceProfile
-from ecospec_runtime.gate import Outlook
+from ecospec_runtime.gate import Outlook, Resting
 from ecospec_runtime.policies.base import flat_node_ms, reach_probabilities
 from ecospec_runtime.pool import Candidates
 
@@ -74,14 +74,12 @@ class UtilityPolicy(Config):
 
 
 @dataclass
-class UtilityGate:
+class UtilityGate(Resting):
     """Test and set: climbs to the length of highest utility, a few steps each, and keeps it for a while. See `gate.Gate`."""
 
     policy: UtilityPolicy
     longest: int
     depth: int | None = None
-    wait: int = 0  # plain steps still to go
-    length: int = 0  # of the last pause; 0: the last test found what pays
     holding: bool = False  # keeping a length; else testing it
     steps: int = 0  # so far with this length, and in them ...
     tokens: float = 0.0  # ... tokens of target and drafter, and
@@ -90,13 +88,6 @@ class UtilityGate:
 
     def __post_init__(self) -> None:
         self.depth = min(FIRST, self.longest)
-
-    def passes(self) -> bool:
-        """See `gate.Gate`."""
-        if self.wait:
-            self.wait -= 1
-            return False
-        return True
 
     def record(self, outlook: Outlook) -> None:
         """See `gate.Gate`."""
@@ -131,8 +122,6 @@ class UtilityGate:
         if self.holding:
             self.length = 0
         else:
-            most = BACK_OFF * self.policy.pause
-            self.length = min(2 * self.length, most) if self.length else self.policy.pause
-            self.wait = self.length
+            self.rest(self.policy.pause, BACK_OFF * self.policy.pause)
         self.tried = {}
         return best

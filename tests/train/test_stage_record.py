@@ -142,16 +142,22 @@ def test_a_missing_output_is_made_again(world: World) -> None:
     assert world.run()[0] == ["tune", "export"]
 
 
-def test_a_stage_killed_halfway_runs_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had an older record, and its output may be half new."""
+def run_killed(world: World, monkeypatch: pytest.MonkeyPatch, stage: str, override: str) -> None:
+    """Run the pipeline with a setting changed; it is killed in a stage."""
 
     def killed(config: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setitem(pipeline.RUNNERS, "fit", killed)
+        patch.setitem(pipeline.RUNNERS, stage, killed)
         with pytest.raises(KeyboardInterrupt):
-            world.run("fit.epochs=3")
+            world.run(override)
+
+
+def test_a_stage_killed_halfway_runs_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had an older record, and its output may be half new."""
+
+    run_killed(world, monkeypatch, "fit", "fit.epochs=3")
     ran, said = world.run()
     assert ran == STAGES[1:], "with the old settings too: nobody knows what the folder holds"
     assert "not finished by `run` before" in said[1]
@@ -162,13 +168,7 @@ def test_a_stage_made_anew_invalidates_those_after_it_even_if_killed_in_between(
 ) -> None:
     """The output is the same byte for byte."""
 
-    def killed(config: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setitem(pipeline.RUNNERS, "tune", killed)
-        with pytest.raises(KeyboardInterrupt):
-            world.run("profile.seed=1")
+    run_killed(world, monkeypatch, "tune", "profile.seed=1")
     assert world.run("profile.seed=1")[0] == ["tune", "export"]
 
 
