@@ -210,7 +210,11 @@ def report(result: dict[str, Any], plot: str | None) -> str:
     lines += table("Log loss, nats per node whose parent is reached", figures, "log_loss", min, 4)
     lines += table("Expected calibration error", figures, "calibration_error", min, 4)
     lines += table(
-        f"Speed over plain decoding, replayed: `{result['policy']}` at its best price", speeds, "speed", max, 3
+        f"Speed over plain decoding, replayed with the profile of {result['device']}: `{result['policy']}` at its best price",
+        speeds,
+        "speed",
+        max,
+        3,
     )
     if result["sampled"]:
         lines += ["## Sampling: log loss at the target's temperature, all nodes by the chance that sampling gets there", "",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 
 from ecospec_runtime.config import Config
 from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.machine import device_name
 from ecospec_runtime.policies import POLICIES, Policy, build_policy, parse_policies, parse_policy
 from ecospec_runtime.policies.throughput import ThroughputPolicy
 from ecospec_runtime.pool import Candidates
@@ -40,7 +42,7 @@ RULES = ("one_price", "step_ratio", "step_ratio_draft_free")
 GAP_TEXT = """**Gap of `throughput` to its exact optimum**, a minimum cut, over invented pools of 12 to 60 nodes with hard routing, a device in
 which experts take 40 to 90 % of a plain step, and prices of 0.8 to 3 times plain decoding's rate, or tight ones: 90 % of that from which
 on no set pays. The gap is what the search loses of the best set's net gain in tokens, where that is 0.01 or more."""
-TIME_TEXT = "**Time to choose**, ms on one core: median over pools (90th percentile)."
+TIME_TEXT = "**Time to choose**, ms on one core of a machine with {cores} ({device}, Python {python}): median over pools (90th percentile)."
 PRICE_TEXT = """**One price for the whole replay against the best ratio of tokens to time in each step**, replayed on {positions} positions of
 recorded traces, speed over plain decoding and nodes per pass. A step that maximises its own ratio does not know what the other steps
 make of the time it saves. Nothing pauses."""
@@ -178,7 +180,13 @@ def markdown(result: dict[str, Any]) -> str:
     if result["times"]:
         sizes = sorted({row["nodes"] for row in result["times"]})
         heads = [f"{name}, {size} nodes" for name in MODELS for size in sizes]
-        lines += ["", TIME_TEXT, "", "| policy | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        lines += [
+            "",
+            TIME_TEXT.format(**result),
+            "",
+            "| policy | " + " | ".join(heads) + " |",
+            "|---" * (len(heads) + 1) + "|",
+        ]
         for policy in dict.fromkeys(row["policy"] for row in result["times"]):
             rows = [row for row in result["times"] if row["policy"] == policy]
             lines.append(
@@ -214,6 +222,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "gaps": [gap_row(name, args.pools, args.seed, tight) for tight in (False, True) for name in MODELS],
         "times": timing_rows(args.timed, args.seed) if args.timed else [], "prices": [], "positions": 0, "cores": os.cpu_count(),
+        "device": device_name(), "python": platform.python_version(),
     }  # fmt: skip
     if args.traces and args.predictor and args.profile:
         rows, profile = load_real(args)
