@@ -192,21 +192,22 @@ def verify(
 
 
 def replay_at_best_price(
-    spec: PolicySpec, rows: ReplayRows, profile: DeviceProfile, start: float | None = None, scale: float = 1.0
-) -> tuple[PolicySpec, ReplayResult]:
+    spec: PolicySpec, rows: ReplayRows, profile: DeviceProfile, start: float | None = None, scale: float = 1.0,
+    oracle: bool = False,
+) -> tuple[PolicySpec, ReplayResult]:  # fmt: skip
     """Find the price of `throughput` by Dinkelbach's iteration on totals: the next price is the rate just achieved.
 
     `start` is a first price in tokens per ms (None: plain decoding's rate). `scale` times the rate is the price; 1 is
     right for calibrated probabilities, more for optimistic ones. Returns the spec with the price that did best, and its
-    result. Policies without a price are replayed as they are.
+    result. Policies without a price are replayed as they are. `oracle`: see `replay`.
     """
     if spec.name != "throughput":
-        return spec, replay(spec, rows, profile)
+        return spec, replay(spec, rows, profile, oracle)
     price = scale * (start or 1.0 / profile.plain_ms)
     best: tuple[PolicySpec, ReplayResult] | None = None
     for _ in range(MAX_PRICE_ROUNDS):
         priced = spec.model_copy(update={"parameters": {**spec.parameters, "price": price}})
-        result = replay(priced, rows, profile)
+        result = replay(priced, rows, profile, oracle)
         if best is None or result.tokens_per_ms > best[1].tokens_per_ms:
             best = priced, result
         change = abs(scale * result.tokens_per_ms / price - 1.0)

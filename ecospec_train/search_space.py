@@ -15,7 +15,7 @@ from ecospec_runtime.acceptance import AcceptanceKind
 from ecospec_runtime.policies import PolicySpec
 
 BUDGETS = (2, 3, 4, 6, 8, 12, 24)  # of the `confidence` yardsticks
-SEARCHED = ("confidence", "ratio", "utility", "throughput")
+SEARCHED = ("confidence", "ratio", "prefix", "utility", "throughput")
 MIN_REACHES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 PAUSES = (0, 4)
 START_UP = 20  # trials before the sampler learns from them
@@ -46,6 +46,7 @@ def yardsticks(space: Space) -> list[dict[str, Any]]:
     ]
     for kind in get_args(AcceptanceKind):
         points.append({"policy": "ratio", "acceptance": kind, "ratio.budget": 4, "ratio.epsilon": 1.0, "buffer": False})
+    points += [{"policy": "prefix", "acceptance": kind, "prefix.overlap": 0.3} for kind in ("raw", "temperature")]
     points += [{"policy": "utility", "acceptance": "raw", "utility.overlap": overlap} for overlap in (0.3, 0.7)]
     own = {"policy": "throughput", "throughput.scale": 1.0, "throughput.pause": 4}
     predicting = own | {"throughput.predicts": True, "buffer": False}
@@ -89,8 +90,8 @@ def parameters_of(name: str, trial: optuna.Trial, space: Space) -> tuple[dict[st
     scale = 1.0
     if name == "confidence":
         return {"budget": trial.suggest_int("confidence.budget", 1, 32, log=True)}, scale
-    if name == "utility":
-        return {"overlap": trial.suggest_float("utility.overlap", 0.0, 1.0)}, scale
+    if name in ("prefix", "utility"):
+        return {"overlap": trial.suggest_float(f"{name}.overlap", 0.0, 1.0)}, scale
     if name == "ratio":
         parameters["budget"] = trial.suggest_int("ratio.budget", 1, 32, log=True)
         parameters["epsilon"] = trial.suggest_float("ratio.epsilon", 0.05, 20.0, log=True)
