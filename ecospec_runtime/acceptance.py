@@ -2,8 +2,9 @@
 
 Four kinds, in rising order of power (DESIGN section 3): `raw` is the drafter's own p; `temperature` re-reads the drafter's
 logits at one fitted temperature; `logistic` has a logit linear in log p, rank, depth and entropy; `head` adds to it what the
-predictor's network has learned. Siblings share a softmax with "none of these" (logit 0) and so sum to at most 1. Numpy only:
-it runs in the decoding loop. What was fitted lives in a predictor folder's `acceptance.json`. What each kind is worth, and
+predictor's network has learned. Siblings share a softmax with "none of these" (logit 0) and so sum to at most 1. Above
+temperature 0 a pool's log p already holds the noise of the draw (see `sampling`), and the same models serve. Numpy only: it runs
+in the decoding loop. What was fitted lives in a predictor folder's `acceptance.json`. What each kind is worth, and
 what was tried and left out: docs/acceptance.md.
 
 Legend: n nodes, s drafter states, t temperatures.
@@ -46,37 +47,16 @@ class LogisticWeights(BaseModel):
         return np.array([self.log_p, self.rank, self.depth, self.entropy], np.float32)
 
 
-class SamplingCorrection(BaseModel):
-    """What acceptance becomes when the target is sampled at `temperature`: logit' = slope * logit + bias.
-
-    The logit is against "none of the siblings", log p(node) - log p(none), and the siblings share a softmax again.
-    """
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    temperature: float = Field(ge=0)
-    slope: float = Field(default=1.0, ge=0)
-    bias: float = 0.0
-
-
 class AcceptanceModel(BaseModel):
-    """Contents of `acceptance.json`: every fitted kind, and which did best on held-out text.
-
-    Version 1 knew no siblings in `logistic` and `sampling`: each node has a logit, and a correction, of its own.
-    """
+    """Contents of `acceptance.json`: every fitted kind, and which did best on held-out text."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    schema_version: Literal[1, 2] = 2
+    schema_version: Literal[3] = 3
     best: AcceptanceKind
     temperature: float = Field(gt=0)  # tau of kind `temperature`, a member of TEMPERATURES
     logistic: LogisticWeights
     log_loss: dict[str, float] = Field(default_factory=dict)  # held-out log loss in nats per kind
-    sampling: dict[AcceptanceKind, list[SamplingCorrection]] = Field(default_factory=dict)  # by rising temperature
-
-    def groups(self, parents: Ints) -> Ints:
-        """Which nodes share a softmax in `logistic` and `sampling`, `[n]`: siblings, or each node by itself."""
-        return parents if self.schema_version > 1 else np.arange(len(parents))
 
     @classmethod
     def load(cls, folder: Path) -> AcceptanceModel:
@@ -135,32 +115,13 @@ def sibling_softmax(logits: Floats, parents: Ints) -> Floats:
     return (weights / (1.0 + totals[parents + 1])).astype(np.float32)
 
 
-def none_logits(accepted: Floats, groups: Ints) -> Floats:
-    """The logits `[n]` whose `sibling_softmax` over `groups` is `accepted` `[n]`: log p(node) - log p(none of the group)."""
-    p = np.clip(accepted.astype(np.float64), PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
-    none = np.maximum(1.0 - np.bincount(groups + 1, p)[groups + 1], PROBABILITY_FLOOR)
-    return np.log(p / none).astype(np.float32)
-
-
-def when_sampled(
-    accepted: Floats, groups: Ints, corrections: list[SamplingCorrection], temperature: float
-) -> Floats:  # fmt: skip
-    """Acceptance `[n]` for a target sampled at `temperature`, between the two nearest corrections; groups sum to at most 1."""
-    known = [c.temperature for c in corrections]
-    slope = np.interp(temperature, known, [c.slope for c in corrections])
-    bias = np.interp(temperature, known, [c.bias for c in corrections])
-    if (slope, bias) == (1.0, 0.0):
-        return accepted
-    return sibling_softmax((slope * none_logits(accepted, groups) + bias).astype(np.float32), groups)
-
-
 def acceptance(
-    pool: Pool, kind: AcceptanceKind, model: AcceptanceModel | None, logits: Floats | None = None, temperature: float = 0.0
+    pool: Pool, kind: AcceptanceKind, model: AcceptanceModel | None, logits: Floats | None = None
 ) -> Floats:  # fmt: skip
-    """Acceptance of every node `[n]`, in [0, 1], when the target is sampled at `temperature`.
+    """Acceptance of every node `[n]`, in [0, 1].
 
     `logits` `[n]` are the predictor's acceptance logits, for kind `head`. A non-finite estimate counts as unknown: the
-    drafter's own probability stands in, as published at any temperature.
+    drafter's own probability stands in.
     """
     own = raw(pool.log_probs)
     if kind == "raw" or len(pool) == 0:
@@ -171,13 +132,9 @@ def acceptance(
     elif kind == "logistic":
         assert model is not None
         logits = logistic_logits(node_scalars(pool)[1:], model.logistic)
-        estimate = sibling_softmax(logits, model.groups(pool.parents))
+        estimate = sibling_softmax(logits, pool.parents)
     else:
         assert model is not None
         normalizers = pool.log_normalizers[pool.state_rows, pool.temperatures.index(model.temperature)]
         estimate = at_temperature(pool.log_probs, normalizers, model.temperature)
-    estimate = np.clip(np.where(np.isfinite(estimate), estimate, own), 0.0, 1.0).astype(np.float32)
-    corrections = model.sampling.get(kind) if model else None
-    if model is None or not corrections:
-        return estimate
-    return when_sampled(estimate, model.groups(pool.parents), corrections, temperature)
+    return np.clip(np.where(np.isfinite(estimate), estimate, own), 0.0, 1.0).astype(np.float32)

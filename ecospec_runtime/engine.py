@@ -304,13 +304,14 @@ class Engine:
         start = perf_counter()
         self._catch_up(sequence)
         shape = self.shape if sequence.gate.depth is None else self.shape.cut(sequence.gate.depth)
-        pool = self.drafter.expand(sequence.draft_state, sequence.root, shape, self.scorer.temperatures)
+        pool = self.drafter.expand(
+            sequence.draft_state, sequence.root, shape, self.scorer.temperatures, sequence.sampler
+        )
         drafted = scored = perf_counter()
         chosen: list[int] = []
         candidates = None
         if len(pool):
-            temperature = sequence.sampler.config.temperature
-            candidates = self.scorer.score(pool, self.target.embed_host, self.policy.needs_routing, temperature)
+            candidates = self.scorer.score(pool, self.target.embed_host, self.policy.needs_routing)
             scored = perf_counter()
             chosen = self.policy.select(candidates, self.profile, sequence.past)  # type: ignore[arg-type]
         tokens, parents = self._checked(pool, chosen)

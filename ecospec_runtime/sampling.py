@@ -1,11 +1,17 @@
 """The target's processed distribution, and draws from it that depend on nothing but (seed, position).
 
-Processing follows transformers' order: repetition penalty, temperature, top-k, top-p, min-p. The draw is the inverse
-CDF over token ids in float64, so the same logits, seed and position give the same token whatever else a pass verified.
+Processing follows transformers' order: repetition penalty, temperature, top-k, top-p, min-p. The draw is the Gumbel-max
+trick: the largest logit once every token's has its own noise, so the same logits, seed and position give the same token whatever
+else a pass verified. A drafter that adds the same noise to its logits guesses that token far more often than one that does not
+know the dice, and the text stays the target's own.
+Source: Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding", arXiv 2408.07978.
+
 Host-side numpy. Legend of shapes: V vocabulary, n rows of a pass.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,19 +19,34 @@ from numpy.typing import NDArray
 from ecospec_runtime.config import GenerationConfig
 
 Row = NDArray[np.float64]
-_MASK = (1 << 64) - 1
+Floats = NDArray[np.float32]
+KEPT = 16  # positions whose noise is remembered: those of a tree, which verification asks for again
+_STEP = 0x9E3779B97F4A7C15
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from seed and position alone. Source: splitmix64's finaliser (Steele et al., 2014), twice."""
-    return (_mix(_mix(seed) + position) >> 11) * 2.0**-53
+def gumbels(seed: int, position: int, count: int) -> Floats:
+    """Standard Gumbel noise of tokens 0 to `count` - 1, `[count]`, from seed and position alone.
+
+    Source of the bits, 23 a token: SplitMix64 (Steele et al., 2014), started at a mix of seed and position, one step a token.
+    """
+    start = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(position))
+    bits = _mix(start + _steps(count)) >> np.uint64(41)
+    uniform = (bits.astype(np.int32).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)  # in (0, 1), exact
+    return -np.log(-np.log(uniform))
 
 
-def _mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+@lru_cache(maxsize=4)
+def _steps(count: int) -> NDArray[np.uint64]:
+    return np.arange(count, dtype=np.uint64) * np.uint64(_STEP)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(_STEP)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 class Sampler:
@@ -35,6 +56,8 @@ class Sampler:
         self.config = config
         self.penalises = config.repetition_penalty != 1.0
         self.greedy = config.temperature == 0.0
+        self._noise: dict[int, Floats] = {}  # by position
+        self._widest = 0  # vocabulary that was asked for: drafters' may be smaller than the target's
 
     @property
     def plain_argmax(self) -> bool:
@@ -45,24 +68,44 @@ class Sampler:
         """Token for `position` (its index in prompt + generated text), given the raw logits and the ids before it."""
         if self.greedy:
             return int(self._penalised(logits_V.astype(np.float64), seen).argmax())
-        cumulative = self.probabilities(logits_V, seen).cumsum()
-        u = uniform(self.config.seed, position)
-        return int(cumulative.searchsorted(u * cumulative[-1], side="right"))
+        row = self._processed(logits_V, seen)
+        return int((row * self.config.temperature + self.noise(position, row.size)).argmax())
+
+    def noise(self, position: int, size: int) -> Floats:
+        """What a drafter adds to its logits of the tokens 0 to `size` - 1 for `position`, `[size]`; zeros at temperature 0.
+
+        The noise of the draw times the temperature: the draw is the argmax of the logits plus this.
+        """
+        known = self._noise.get(position)
+        if known is None or known.size < size:
+            self._widest = max(self._widest, size)
+            known = self._noise[position] = gumbels(self.config.seed, position, self._widest)
+            known *= np.float32(self.config.temperature)
+            while len(self._noise) > KEPT:
+                del self._noise[next(iter(self._noise))]
+        return known[:size]
 
     def probabilities(self, logits_V: NDArray[np.floating], seen: set[int] | None = None) -> Row:
         """The processed distribution `[V]`, summing to 1. Needs temperature > 0."""
+        row = self._processed(logits_V, seen or set())
+        p = np.exp(row - row.max())
+        return p / p.sum()
+
+    def _processed(self, logits_V: NDArray[np.floating], seen: set[int]) -> Row:
+        """Logits of the processed distribution `[V]`, up to a constant; -inf for tokens that are cut off."""
         config = self.config
-        row = self._penalised(logits_V.astype(np.float64), seen or set()) / config.temperature
+        row = self._penalised(logits_V.astype(np.float64), seen) / config.temperature
         if 0 < config.top_k < row.size:
             row[row < np.partition(row, -config.top_k)[-config.top_k]] = -np.inf
+        if config.top_p == 1.0 and config.min_p == 0.0:
+            return row
         p = np.exp(row - row.max())
         if config.top_p < 1.0:
             order = np.argsort(-p, kind="stable")
             before = np.cumsum(p[order]) - p[order]  # mass of the tokens ahead of each one
             p[order[before >= config.top_p * p.sum()]] = 0.0
-        if config.min_p > 0.0:
-            p[p < config.min_p * p.max()] = 0.0
-        return p / p.sum()
+        row[(p == 0.0) | (p < config.min_p * p.max())] = -np.inf
+        return row
 
     def _penalised(self, row: Row, seen: set[int]) -> Row:
         if self.penalises and seen:

@@ -30,10 +30,9 @@ class Scorer:
         """Drafter temperatures that pools must carry normalizers for."""
         return (self.model.temperature,) if self.kind == "temperature" and self.model else ()
 
-    def score(self, pool: Pool, embed: Embed, needs_routing: bool, temperature: float = 0.0) -> Candidates:
+    def score(self, pool: Pool, embed: Embed, needs_routing: bool) -> Candidates:
         """Candidates of a pool. `embed` maps tokens `[N]` to the target's embeddings `[N, H]` (float32).
 
-        `temperature` is the one that the target is sampled at: it decides what will be accepted.
         Without `needs_routing` the masks stay empty, and the network runs only for acceptance kind `head`.
         """
         if needs_routing and self.predictor is None:
@@ -41,14 +40,12 @@ class Scorer:
         prediction: Prediction | None = None
         if self.predictor is not None and (needs_routing or self.kind == "head"):
             prediction = self.predictor.predict(pool, embed)
-        return self.judge(pool, prediction, needs_routing, temperature)
+        return self.judge(pool, prediction, needs_routing)
 
-    def judge(
-        self, pool: Pool, prediction: Prediction | None, needs_routing: bool, temperature: float = 0.0
-    ) -> Candidates:  # fmt: skip
+    def judge(self, pool: Pool, prediction: Prediction | None, needs_routing: bool) -> Candidates:
         """Candidates of a pool from what the network says of it; see `score`."""
         logits = prediction.acceptance_logits[1:] if prediction else None
-        accepted = acceptance(pool, self.kind, self.model, logits, temperature)
+        accepted = acceptance(pool, self.kind, self.model, logits)
         masks = [0]
         if needs_routing and prediction and self.predictor:
             with np.errstate(over="ignore", invalid="ignore"):

@@ -1,5 +1,5 @@
-"""Fit the acceptance models that need no network: one temperature, a logistic in log p, rank, depth and entropy, and what
-sampling makes of any of them; and how far the head may go beyond the logistic.
+"""Fit the acceptance models that need no network: one temperature, and a logistic in log p, rank, depth and entropy; and how
+far the head may go beyond the logistic.
 
 Legend: M nodes whose parent is reached, t drafter temperatures.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ecospec_runtime import acceptance
-from ecospec_runtime.acceptance import PROBABILITY_FLOOR, TEMPERATURES, LogisticWeights, SamplingCorrection
+from ecospec_runtime.acceptance import PROBABILITY_FLOOR, TEMPERATURES, LogisticWeights
 from ecospec_runtime.pool import Floats, Ints
 from ecospec_train.predictor_data import NodeTables, network_inputs, positions_of
 from ecospec_train.predictor_model import PredictorNetwork, acceptance_loss
@@ -74,19 +74,6 @@ def fit_temperature(rows: AcceptanceRows, drafter_temperatures: tuple[float, ...
             estimate = acceptance.at_temperature(rows.scalars[:, 0], rows.log_normalizers[:, column], tau)
             losses[tau] = log_loss(estimate, rows.label)
     return min(losses, key=losses.__getitem__) if losses else 1.0
-
-
-def fit_sampling(
-    estimate: Floats, sampled: Floats, weight: Floats, groups: Ints, temperature: float
-) -> SamplingCorrection:  # fmt: skip
-    """How acceptance at the traces' temperature, `estimate` `[M]`, turns into `sampled` `[M]`, that at `temperature`.
-
-    `groups` `[M]` numbers the siblings from 0; `weight` `[M]` is the same for all of a group.
-    """
-    logits = acceptance.none_logits(estimate, groups)
-    x = np.stack([logits, np.ones_like(logits)], 1)
-    slope, bias = fit_linear(x, sampled, weight, groups, (1.0, 0.0))
-    return SamplingCorrection(temperature=temperature, slope=max(0.0, slope), bias=bias)
 
 
 def fit_linear(

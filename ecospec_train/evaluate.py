@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecospec_runtime import acceptance
-from ecospec_runtime.acceptance import AcceptanceModel, SamplingCorrection
-from ecospec_runtime.pool import Floats, Ints, pack_masks, path_products
+from ecospec_runtime.acceptance import AcceptanceModel
+from ecospec_runtime.pool import Floats, pack_masks, path_products
 from ecospec_runtime.predictor import Prediction, Predictor, PredictorShapes, predicted_masks, shrink
 from ecospec_train.baselines import RoutingTable, distinct_tokens, hits, top_ids
-from ecospec_train.calibrate import calibration_error, fit_sampling, log_loss, number
+from ecospec_train.calibrate import calibration_error, log_loss, number
 from ecospec_train.predictor_data import NodeTable, NodeTables, network_inputs, positions_of
 
 CHUNK_POSITIONS = 32
@@ -62,7 +62,7 @@ def acceptance_of(kind: acceptance.AcceptanceKind, table: NodeTable, rows: NDArr
         return acceptance.at_temperature(log_p, normalizers, model.temperature)
     if kind == "logistic":
         logits = acceptance.logistic_logits(table.scalars[rows], model.logistic)
-        return acceptance.sibling_softmax(logits, model.groups(groups))
+        return acceptance.sibling_softmax(logits, groups)
     if kind == "head":
         return acceptance.sibling_softmax(logits, groups)
     return acceptance.raw(log_p)
@@ -127,9 +127,6 @@ class Evaluation:
         self.recall, self.union = Tally(), Tally()
         self.accepted: dict[str, list[Floats]] = {kind: [] for kind in acceptance.KINDS}
         self.labels: list[Floats] = []
-        self.all_nodes: dict[str, list[Floats]] = {kind: [] for kind in acceptance.KINDS}
-        # Of all nodes: sibling group; by target temperature, probability and weight.
-        self.sampled: list[tuple[Ints, Floats, Floats]] = []
         self.positions = self.nodes = 0
 
     def add(self, table: NodeTable, positions: NDArray[np.int64]) -> None:
@@ -175,14 +172,11 @@ class Evaluation:
         node = table.parents[rows] >= 0
         judged = table.weight[rows][node] > 0
         self.labels.append(table.label[rows][node][judged])
-        groups = self.nodes - np.count_nonzero(node) + number(table.parents[rows][node])  # above all earlier ones
-        self.sampled.append((groups, table.sampled[rows][node], table.sampled_weight[rows][node]))
         out = np.ones(len(rows), np.float32)
         for kind in acceptance.KINDS:
             logits = prediction.acceptance_logits[node]
             values = acceptance_of(kind, table, rows[node], logits, self.predictor.acceptance, self.temperatures)
             self.accepted[kind].append(values[judged])
-            self.all_nodes[kind].append(values)
             if kind == "head":
                 out[node] = values
         return out
@@ -192,32 +186,6 @@ class Evaluation:
         for name, errors in union_errors(table, rows, prediction.routing_logits, accepted).items():
             self.union.add((name, "error"), np.abs(errors))
             self.union.add((name, "bias"), errors)
-
-    def corrections(self, kind: str, own: float, temperatures: tuple[float, ...]) -> list[SamplingCorrection]:
-        """What sampling at the target's recorded `temperatures` makes of `kind`, which is fitted for temperature `own`."""
-        estimate = np.concatenate(self.all_nodes[kind])
-        groups, sampled, weight = (np.concatenate(parts) for parts in zip(*self.sampled, strict=True))
-        found = [SamplingCorrection(temperature=own)]
-        found += [
-            fit_sampling(estimate, sampled[:, i], weight[:, i], groups, t)
-            for i, t in enumerate(temperatures)
-            if t != own
-        ]
-        return sorted(found, key=lambda correction: correction.temperature)
-
-    def sampled_loss(
-        self, kind: str, corrections: list[SamplingCorrection], temperatures: tuple[float, ...]
-    ) -> dict[str, Any]:
-        """Log loss of `kind` at each recorded temperature, without and with the corrections (two numbers, fitted here)."""
-        estimate = np.concatenate(self.all_nodes[kind])
-        groups, sampled, weight = (np.concatenate(parts) for parts in zip(*self.sampled, strict=True))
-
-        def loss(values: Floats, i: int) -> float:
-            return log_loss(values, sampled[:, i], weight[:, i])
-
-        return {f"{t:g}": {"as_fitted": loss(estimate, i), "perfect": loss(sampled[:, i], i),
-                           "corrected": loss(acceptance.when_sampled(estimate, groups, corrections, t), i)}
-                for i, t in enumerate(temperatures)}  # fmt: skip
 
     def judged(self) -> tuple[dict[str, Floats], Floats]:
         """Estimates by kind `[M]` and labels `[M]` of the nodes whose parent is reached."""

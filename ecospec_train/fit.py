@@ -30,7 +30,7 @@ from lightning.pytorch.loggers import Logger
 from pydantic import Field
 
 from ecospec_runtime.acceptance import FILE as ACCEPTANCE_FILE
-from ecospec_runtime.acceptance import KINDS, AcceptanceKind, AcceptanceModel, SamplingCorrection
+from ecospec_runtime.acceptance import AcceptanceModel
 from ecospec_runtime.config import Config
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import (
@@ -167,9 +167,9 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     export_network(network, config.out)
     predictor = Predictor(open_session(config.out / ONNX_FILE, torch.get_num_threads()), manifest, model)
     manifest.shrinkage = choose_shrinkage(predictor, tables, heldout)
-    metrics, sampling = judge(predictor, tables, fitted, heldout, config.out)
+    metrics = judge(predictor, tables, fitted, heldout, config.out)
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
-    model = model.model_copy(update={"best": metrics["best_acceptance"], "log_loss": losses, "sampling": sampling})
+    model = model.model_copy(update={"best": metrics["best_acceptance"], "log_loss": losses})
     metrics["fit"] = {"epochs": epochs, "prompts": len(fitted), "positions": sum(data.fit_stream.counts),
                       "acceptance_nodes": len(rows.label), "head_share": share, "parameters": sum(p.numel() for p in network.parameters()),
                       "train_seconds": trained, "seconds": time.monotonic() - started}  # fmt: skip
@@ -189,10 +189,8 @@ def describe(traces: Traces, heldout: list[int], config: FitConfig) -> Predictor
     )  # fmt: skip
 
 
-def judge(
-    predictor: Predictor, tables: NodeTables, fitted: set[int], heldout: set[int], out: Path
-) -> tuple[dict[str, Any], dict[AcceptanceKind, list[SamplingCorrection]]]:
-    """Held-out metrics, with the best acceptance kind and the figures of `bars`; and what sampling makes of each kind.
+def judge(predictor: Predictor, tables: NodeTables, fitted: set[int], heldout: set[int], out: Path) -> dict[str, Any]:
+    """Held-out metrics, with the best acceptance kind and the figures of `bars`.
 
     Plots how reliable each kind is into `out`, where there is matplotlib.
     """
@@ -205,12 +203,7 @@ def judge(
     losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
     metrics["best_acceptance"] = min(losses, key=losses.__getitem__)
     metrics["bars"] = bars(metrics)
-    corrections: dict[AcceptanceKind, list[SamplingCorrection]]
-    corrections = {kind: evaluation.corrections(kind, traces.temperature, traces.target_temperatures)
-                   for kind in KINDS if kind != "raw"}  # fmt: skip
-    metrics["sampled"] = {kind: evaluation.sampled_loss(kind, found, traces.target_temperatures)
-                          for kind, found in corrections.items()}  # fmt: skip
-    return metrics, corrections
+    return metrics
 
 
 def bars(metrics: dict[str, Any]) -> dict[str, float]:

@@ -38,7 +38,7 @@ class Batch:
     scalars: Tensor  # [N, 4]
     routing: Tensor  # [N, L, K] int64
     group: Tensor  # [N]
-    label: Tensor  # [N] the target's probability of the node
+    label: Tensor  # [N] 1 where the target takes the node after its parent
     weight: Tensor  # [N] of the acceptance loss: 1 if the node's parent is truly reached, less if not
     groups: int  # G
 
@@ -61,11 +61,9 @@ class NodeTable:
     states: NDArray[np.float16]  # [f, d]
     scalars: Floats  # [N, 4] log_prob, rank, depth, entropy
     routing: NDArray[np.unsignedinteger]  # [N, L, K]
-    label: Floats  # [N] the target's probability of the node given its parent; 0 for roots
+    label: Floats  # [N] 1 where the target takes the node after its parent, whether or not it gets there; 0 for roots
     reached: NDArray[np.bool_]  # [N] on the target's own trajectory
     weight: Floats  # [N] 1 for nodes whose parent is reached
-    sampled: Floats  # [N, u] the target's probability of the node at each of its temperatures; 0 for roots
-    sampled_weight: Floats  # [N, u] probability that its parent is reached when sampling from the root on
     log_normalizers: Floats  # [s, t]
 
     def rows_of(self, positions: Ints) -> Ints:
@@ -75,8 +73,8 @@ class NodeTable:
         return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 
 
-def node_table(shard: TraceShard, temperature: float, target_temperatures: tuple[float, ...]) -> NodeTable:
-    """Flatten a trace shard; see `NodeTable`. `temperature` is the trajectory's: it decides the labels."""
+def node_table(shard: TraceShard) -> NodeTable:
+    """Flatten a trace shard; see `NodeTable`."""
     positions, nodes = len(shard.prompt_id), len(shard.tokens)
     sizes = np.diff(shard.node_offsets)
     offsets = shard.node_offsets + np.arange(positions + 1)
@@ -107,21 +105,12 @@ def node_table(shard: TraceShard, temperature: float, target_temperatures: tuple
     for depth in range(1, int(shard.depths.max(initial=0)) + 1):
         level = np.flatnonzero(is_node & (scalars[:, 2] == depth))
         reached[level] = reached[parents[level]] & follows[level]
-    temperatures = np.array(target_temperatures, np.float32)
-    sampled = np.zeros((nodes + positions, len(temperatures)), np.float32)
-    sampled[is_node] = np.exp(shard.token_logits[:, None] / temperatures - shard.logsumexp[parents[is_node]])
-    label = sampled[:, target_temperatures.index(temperature)] if temperature > 0 else follows.astype(np.float32)
-    sampled_weight = np.where(is_node[:, None], np.float32(0), np.ones_like(sampled))
-    for depth in range(1, int(shard.depths.max(initial=0)) + 1):
-        level = np.flatnonzero(is_node & (scalars[:, 2] == depth))
-        above = parents[level]
-        sampled_weight[level] = sampled_weight[above] * np.where(parents[above, None] < 0, 1, sampled[above])
     return NodeTable(
         offsets=offsets, prompt_ids=shard.prompt_id.astype(np.int64), tokens=tokens, parents=parents, state_rows=state_rows,
         feature_rows=feature_rows,
-        states=shard.states, scalars=clean_scalars(scalars), routing=shard.routing, label=label, reached=reached,
-        weight=np.where(is_node, reached[parents], False).astype(np.float32), sampled=sampled,
-        sampled_weight=sampled_weight, log_normalizers=shard.log_normalizers,
+        states=shard.states, scalars=clean_scalars(scalars), routing=shard.routing, label=follows.astype(np.float32), reached=reached,
+        weight=np.where(is_node, reached[parents], False).astype(np.float32),
+        log_normalizers=shard.log_normalizers,
     )  # fmt: skip
 
 
@@ -175,13 +164,7 @@ class NodeTables:
     def __getitem__(self, block: int) -> NodeTable:
         if self.only is not None:
             return self.only
-        manifest = self.traces.manifest
-        table = concatenate(
-            [
-                node_table(self.traces.shard(i), manifest.temperature, manifest.target_temperatures)
-                for i in sorted(self.blocks[block])
-            ]
-        )
+        table = concatenate([node_table(self.traces.shard(i)) for i in sorted(self.blocks[block])])
         if len(self.blocks) == 1:
             self.only = table
         return table

@@ -117,7 +117,7 @@ class Recorder:
             batch = positions[start : start + self._batch]
             with self.clock.phase("draft"):
                 roots = [trajectory.prompt_length + i - 1 for i in batch]  # drafter row j holds token j + 1
-                pools = self._drafter.expand_many(sequence, roots, self._pool, self._drafter_temperatures)
+                pools = self._drafter.expand_many(sequence, roots, self._pool, self._drafter_temperatures, sampler)
             rows += self._verify(prompt_id, trajectory, batch, pools, sampler)
         return rows
 

@@ -136,5 +136,5 @@ class CutPools:
             states=NO_STATES, entropies=nodes["entropy"], root_token=-1, temperatures=(model.temperature,),
             log_normalizers=nodes["normalizer"][:, None],
         )  # fmt: skip
-        accepted = acceptance(pool, kind, model, nodes["logit"], rows.temperature)
+        accepted = acceptance(pool, kind, model, nodes["logit"])
         return accepted, along_paths(accepted, above, nodes["depth"], np.multiply)

@@ -106,7 +106,6 @@ class ReplayRows:
     pool: PoolConfig  # shape of the recorded pools
     best: AcceptanceKind  # the predictor's best kind; raw without a predictor
     model: AcceptanceModel | None = None
-    temperature: float = 0.0  # of the traces' target
     end_tokens: tuple[int, ...] = ()  # that end a text; none: the traces do not say
 
     def __len__(self) -> int:
@@ -144,7 +143,7 @@ def load_rows(
                 count += len(span)
         if spans:
             packed = PackedShard(place, len(kept), scorer.layers, scorer.experts, kinds, predictor is not None)
-            write_shard(packed, shard, [row for span in spans for row in span], scorer, embed, manifest.temperature)
+            write_shard(packed, shard, [row for span in spans for row in span], scorer, embed)
             firsts = np.cumsum([0, *map(len, spans)]).tolist()
             kept += [PromptRows(packed, first, len(span)) for first, span in zip(firsts, spans, strict=False)]
         if max_positions is not None and count >= max_positions:
@@ -153,7 +152,7 @@ def load_rows(
         raise UserError(f"{traces.path}: no positions of the prompts asked for; harvest more")
     best = predictor.acceptance.best if predictor is not None else "raw"
     return ReplayRows(
-        kept, scorer.layers, manifest.pool, best, scorer.model, manifest.temperature, manifest.end_tokens
+        kept, scorer.layers, manifest.pool, best, scorer.model, manifest.end_tokens
     )  # fmt: skip
 
 
@@ -187,12 +186,9 @@ def prompts_of(shard: TraceShard) -> list[range]:
 
 
 def write_shard(
-    packed: PackedShard, shard: TraceShard, rows: Sequence[int], scorer: Scorer, embed: Embed, temperature: float
+    packed: PackedShard, shard: TraceShard, rows: Sequence[int], scorer: Scorer, embed: Embed
 ) -> None:  # fmt: skip
-    """Score `rows` of a shard by every kind of acceptance model there is and write what replay looks at.
-
-    `temperature` is the one that the target of the traces was sampled at.
-    """
+    """Score `rows` of a shard by every kind of acceptance model there is and write what replay looks at."""
     sizes = [shard.nodes(row).stop - shard.nodes(row).start for row in rows]
     table = np.zeros(len(rows) + 1, [("context", "<i4"), ("first", "<i8")])
     table["context"][:-1] = shard.context[rows]
@@ -204,7 +200,7 @@ def write_shard(
         own, root_and_own = nodes[first:last], verified[first + place : last + place + 1]
         root_and_own["next_token"] = shard.next_tokens_of(row)
         root_and_own["used"] = as_bytes(pack_masks(shard.routing_of(row), scorer.experts), packed)
-        score_row(packed, shard, row, scorer, embed, temperature, own, root_and_own)
+        score_row(packed, shard, row, scorer, embed, own, root_and_own)
     try:
         for name, values in (("rows", table), ("nodes", nodes), ("verified", verified)):
             np.save(packed.path(name), values)
@@ -221,7 +217,6 @@ def score_row(
     row: int,
     scorer: Scorer,
     embed: Embed,
-    temperature: float,
     nodes_n: Packed,
     verified_n: Packed,
 ) -> None:
@@ -234,11 +229,11 @@ def score_row(
     nodes_n["entropy"] = pool.entropies[pool.state_rows]
     nodes_n["log_reach"] = least_log_reach(pool.log_probs, pool.parents, pool.depths)
     prediction = None if scorer.predictor is None else scorer.predictor.predict(pool, embed)
-    scored = scorer.judge(pool, prediction, needs_routing=prediction is not None, temperature=temperature)
+    scored = scorer.judge(pool, prediction, needs_routing=prediction is not None)
     for column, kind in enumerate(packed.kinds):
         accepted = scored.acceptance
         if kind != scorer.kind:
-            accepted = acceptance(pool, kind, scorer.model, temperature=temperature)
+            accepted = acceptance(pool, kind, scorer.model)
         nodes_n["acceptance"][:, column] = accepted
         nodes_n["reach"][:, column] = path_products(accepted, pool.parents)
     if prediction is not None:

@@ -14,6 +14,7 @@ import torch
 
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.pool import Pool
+from ecospec_runtime.sampling import Sampler
 from tests.models import TINY, save_tiny_drafter, save_tiny_target
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits, and waits badly when cores are shared
@@ -68,9 +69,10 @@ class StubDrafter:
         sequence.tokens += tokens.tolist()
 
     def expand(
-        self, sequence: StubSequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> Pool:
-        """A pool by the same beam rule as a real drafter's."""
+        self, sequence: StubSequence, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = (),
+        sampler: Sampler | None = None,
+    ) -> Pool:  # fmt: skip
+        """A pool by the same beam rule as a real drafter's; it does not guess draws."""
         assert sequence.tokens[-1] == root_token, "the root's row must have been given before expanding"
         self.expansions += 1
         nodes: list[tuple[int, int, int, int, float, int]] = []  # token, parent, depth, rank, log_prob, state row
@@ -106,8 +108,9 @@ class StubDrafter:
         )  # fmt: skip
 
     def expand_many(
-        self, sequence: StubSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> list[Pool]:
+        self, sequence: StubSequence, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = (),
+        sampler: Sampler | None = None,
+    ) -> list[Pool]:  # fmt: skip
         """One pool per row, as it would have been with that row the last."""
         pools = []
         for root in roots:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.pool import Candidates, Pool, pack_masks, path_products
+from ecospec_runtime.sampling import Sampler
 
 PLAIN_MS = 1.0
 
@@ -63,3 +67,21 @@ def exhaustive(candidates: Candidates, price: float, profile: DeviceProfile) -> 
         sets += [(w + gain, m | 1 << i, u | candidates.masks[i]) for w, m, u in sets if parent < 0 or m >> parent & 1]
     paid = candidates.root_mask.bit_count()
     return max(w - price * profile.per_expert_ms * (u.bit_count() - paid) for w, _, u in sets)
+
+
+def check_noise(drafter: Any, sequence: Any, text: list[int]) -> None:
+    """The children of the root are those of the drafter's logits plus the noise of the draw that comes next.
+
+    `text`: what the sequence was told, one token a row; a row's token stands one place further on in the real text.
+    """
+    shape, sampler = PoolConfig(depth=1, beam=1, width=256), Sampler(GenerationConfig(temperature=1.5, seed=6))
+    bare, pool = (drafter.expand(sequence, text[-1], shape, (0.5,), s) for s in (None, sampler))
+    noise = sampler.noise(len(text) + 1, 4096)
+    own = dict(zip(bare.tokens.tolist(), bare.log_probs.tolist(), strict=True))
+    expected = np.array([own[token] + noise[token] for token in pool.tokens.tolist()])
+    assert len(pool) == len(bare)
+    np.testing.assert_allclose(np.diff(pool.log_probs), np.diff(expected), atol=1e-3)
+    assert (np.diff(expected) <= 1e-3).all()
+    assert pool.tokens.tolist() != bare.tokens.tolist() or len(pool) < 3
+    again = drafter.expand(sequence, text[-1], shape, (0.5,), Sampler(GenerationConfig()))  # temperature 0: no noise
+    np.testing.assert_array_equal(again.log_probs, bare.log_probs)

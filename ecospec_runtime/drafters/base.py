@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ecospec_runtime.config import PoolConfig
-from ecospec_runtime.pool import Pool
+from ecospec_runtime.pool import Ints, Pool
+from ecospec_runtime.sampling import Sampler
 
 
 class Drafter(Protocol):
@@ -44,13 +46,21 @@ class Drafter(Protocol):
         """Append m rows: features at consecutive positions and the token that follows each."""
         ...
 
-    def expand(self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()) -> Pool:
-        """The pool below `root_token`, the token of the last row, in the shape that `config` says; `levels` is filled."""
+    def expand(
+        self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = (),
+        sampler: Sampler | None = None,
+    ) -> Pool:  # fmt: skip
+        """The pool below `root_token`, the token of the last row, in the shape that `config` says; `levels` is filled.
+
+        `sampler`: the one that the target's tokens are drawn with. The drafter guesses its draws: the pool is that of the
+        logits plus `Sampler.noise` of each position, and so are its log-probabilities, entropies and normalizers.
+        """
         ...
 
     def expand_many(
-        self, sequence: Any, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> list[Pool]:
+        self, sequence: Any, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = (),
+        sampler: Sampler | None = None,
+    ) -> list[Pool]:  # fmt: skip
         """One pool per row index in `roots`, each as `expand` would have built it when that row was the last."""
         ...
 
@@ -58,22 +68,28 @@ class Drafter(Protocol):
 class TreeDrafter(ABC):
     """What every kind does alike, from the pool of one row. A sequence has `tokens` and `length`, its number of rows."""
 
-    def expand(self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = ()) -> Pool:
+    def expand(
+        self, sequence: Any, root_token: int, config: PoolConfig, temperatures: tuple[float, ...] = (),
+        sampler: Sampler | None = None,
+    ) -> Pool:  # fmt: skip
         """The pool below `root_token`, which must be the token of the last row."""
         if not sequence.tokens or sequence.tokens[-1] != root_token:
             raise ValueError(f"root token {root_token} is not the token of the last row")
-        return self.expand_many(sequence, [sequence.length - 1], config, temperatures)[0]
+        return self.expand_many(sequence, [sequence.length - 1], config, temperatures, sampler)[0]
 
     @torch.inference_mode()
     def expand_many(
-        self, sequence: Any, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = ()
-    ) -> list[Pool]:
+        self, sequence: Any, roots: list[int], config: PoolConfig, temperatures: tuple[float, ...] = (),
+        sampler: Sampler | None = None,
+    ) -> list[Pool]:  # fmt: skip
         """One pool per row index in `roots`, quickest in rising order; the pool of row r sees rows 0..r only."""
         self.check_roots(sequence, roots)
-        return [self.pool(sequence, root, config, temperatures) for root in roots]
+        return [self.pool(sequence, root, config, temperatures, sampler) for root in roots]
 
     @abstractmethod
-    def pool(self, sequence: Any, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+    def pool(
+        self, sequence: Any, root: int, config: PoolConfig, temperatures: tuple[float, ...], sampler: Sampler | None
+    ) -> Pool:  # fmt: skip
         """The pool of row `root`; the sequence is left as it was."""
 
     @staticmethod
@@ -81,3 +97,18 @@ class TreeDrafter(ABC):
         """ValueError unless these are rows of the sequence."""
         if roots and not 0 <= min(roots) <= max(roots) < sequence.length:
             raise ValueError(f"roots must be in 0..{sequence.length - 1}")
+
+
+def shared_noise(
+    sampler: Sampler | None, root: int, depth: int, ids_V: Ints, device: torch.device
+) -> Tensor | None:  # fmt: skip
+    """What to add to the logits of the tokens `ids_V`, float32 `[1 + depth, V]`; None without a sampler or at temperature 0.
+
+    Row 0 is for the token of row `root` itself, whose place in the text is root + 1, the others for `depth` levels below it.
+    """
+    if sampler is None or sampler.greedy:
+        return None
+    size, noise_dV = int(ids_V.max()) + 1, np.empty((1 + depth, len(ids_V)), np.float32)
+    for i, row_V in enumerate(noise_dV):
+        sampler.noise(root + 1 + i, size).take(ids_V, out=row_V)
+    return torch.from_numpy(noise_dV).to(device)

@@ -21,15 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ecospec_kernels.draft_propose.reference import Proposals, best_tokens
-from ecospec_kernels.draft_tree.reference import Shape, grow
+from ecospec_kernels.draft_tree.reference import Shape, grow, noise_of
 from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.checkpoint import fingerprint, read_config
 from ecospec_runtime.config import PoolConfig
-from ecospec_runtime.drafters.base import TreeDrafter
+from ecospec_runtime.drafters.base import TreeDrafter, shared_noise
 from ecospec_runtime.drafters.features import HiddenRows
 from ecospec_runtime.drafters.vocabulary import check_vocabulary
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Ints, Pool
+from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.selfcheck import check
 from ecospec_runtime.target import Target
 
@@ -114,16 +115,20 @@ class CausalLMDrafter(TreeDrafter):
                 before = logits.new_zeros(2, logits.shape[1]) if sequence.logits is None else sequence.logits
                 sequence.logits = torch.cat((before, logits))[-2:]
 
-    def pool(self, sequence: CausalSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+    def pool(
+        self, sequence: CausalSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...],
+        sampler: Sampler | None,
+    ) -> Pool:  # fmt: skip
         """The pool of row `root`, empty where the text is longer than the model can read; the cache is left as it was."""
         at = root + len(sequence.tokens) - len(sequence.hidden)
         if len(sequence.tokens) + config.depth > self._positions:
             return self._nothing(sequence, root, at, temperatures)
         latest = self._root_logits(sequence, at)
         width = min(config.width, self._vocabulary)
+        noise = shared_noise(sampler, root, config.depth, self._ids, self.model.device)
 
-        def propose(states: Tensor) -> Proposals:
-            return best_tokens(latest, width, temperatures)
+        def propose(level: int, states: Tensor) -> Proposals:
+            return best_tokens(latest, width, temperatures, noise_of(level, noise))
 
         def step(level: int, ids_b: Ints, above_bV: Tensor, seen: NDArray[np.bool_]) -> Tensor:
             nonlocal latest

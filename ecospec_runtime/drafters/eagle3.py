@@ -25,7 +25,7 @@ from ecospec_kernels.draft_rows.reference import RowWeights, normed
 from ecospec_kernels.draft_tree.reference import Shape, Tree, TreeWeights
 from ecospec_runtime.checkpoint import DTYPES, fingerprint
 from ecospec_runtime.config import PoolConfig
-from ecospec_runtime.drafters.base import TreeDrafter
+from ecospec_runtime.drafters.base import TreeDrafter, shared_noise
 from ecospec_runtime.drafters.eagle3_config import (
     HeadConfig,
     check_fit,
@@ -37,6 +37,7 @@ from ecospec_runtime.drafters.eagle3_config import (
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.placement import whole_weight
 from ecospec_runtime.pool import Pool
+from ecospec_runtime.sampling import Sampler
 
 _ROOM = 512  # rows of a new sequence's buffers
 
@@ -228,13 +229,17 @@ class Eagle3Drafter(TreeDrafter):
             )  # fmt: skip
             sequence.tokens.extend(part)
 
-    def pool(self, sequence: Eagle3Sequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+    def pool(
+        self, sequence: Eagle3Sequence, root: int, config: PoolConfig, temperatures: tuple[float, ...],
+        sampler: Sampler | None,
+    ) -> Pool:  # fmt: skip
         """The pool of row `root`."""
         states, past = sequence.states, root + 1
         tree: Tree = dispatch.draft_tree(
             self._tree, states[root - 1] if root else torch.zeros_like(states[0]), states[root],
             self._rotation(past, root + config.depth), sequence.keys[:, :past], sequence.values[:, :past],
-            Shape(config.depth, config.beam, config.width, config.min_reach), temperatures, supported=self._kernels,
+            Shape(config.depth, config.beam, config.width, config.min_reach), temperatures,
+            shared_noise(sampler, root, config.depth, self._tree.target_ids, self._device), supported=self._kernels,
         )  # fmt: skip
         return Pool(root_token=sequence.tokens[root], temperatures=temperatures, **tree._asdict())
 

@@ -26,16 +26,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, modeling_layers
 
 from ecospec_kernels.draft_propose.reference import Proposals, best_tokens
-from ecospec_kernels.draft_tree.reference import Shape, grow
+from ecospec_kernels.draft_tree.reference import Shape, grow, noise_of
 from ecospec_runtime import compute
 from ecospec_runtime.cache import GrowingLayer, TargetCache, cache_argument
 from ecospec_runtime.checkpoint import DTYPES, fingerprint, read_config
 from ecospec_runtime.config import PoolConfig
-from ecospec_runtime.drafters.base import TreeDrafter
+from ecospec_runtime.drafters.base import TreeDrafter, shared_noise
 from ecospec_runtime.drafters.mtp_layout import LayerNames, LayerReader, find_layer, stored_tensors
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.placement import whole_weight
 from ecospec_runtime.pool import Pool
+from ecospec_runtime.sampling import Sampler
 
 _CHUNK = 512  # rows of one pass
 _ROOM = 512  # rows of a new sequence's states
@@ -135,14 +136,18 @@ class MtpDrafter(TreeDrafter):
             states = self._run(part, hidden[begin : begin + _CHUNK], positions, chain, sequence.cache)
             sequence.append(part, states)
 
-    def pool(self, sequence: MtpSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+    def pool(
+        self, sequence: MtpSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...], sampler: Sampler | None
+    ) -> Pool:  # fmt: skip
         """The pool of row `root`; its rows leave the cache again."""
         cache = sequence.cache if root == sequence.length - 1 else sequence.earlier
         _rewind(cache, sequence.cache, root + 1)
         states, past = sequence.states, len(cache)
+        noise = shared_noise(sampler, root, config.depth, self._ids, self._device)
 
-        def propose(states_nH: Tensor) -> Proposals:
-            return best_tokens(self._logits(states_nH), min(config.width, len(self._ids)), temperatures)
+        def propose(level: int, states_nH: Tensor) -> Proposals:
+            width = min(config.width, len(self._ids))
+            return best_tokens(self._logits(states_nH), width, temperatures, noise_of(level, noise))
 
         def step(level: int, ids_b: NDArray[np.int64], h_bH: Tensor, seen_be: NDArray[np.bool_]) -> Tensor:
             positions = torch.full((len(ids_b),), past + level, device=self._device)

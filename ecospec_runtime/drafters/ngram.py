@@ -16,6 +16,7 @@ Legend: m rows, H hidden size of the target, k tokens seen after a context.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
@@ -29,12 +30,13 @@ from ecospec_runtime.config import Config, PoolConfig
 from ecospec_runtime.drafters.base import TreeDrafter
 from ecospec_runtime.drafters.features import HiddenRows
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.pool import Pool
+from ecospec_runtime.pool import Floats, Pool
+from ecospec_runtime.sampling import Sampler
 
 NAME = "ngram"
 RECENT = 32  # occurrences of a context that count, the latest ones: bounds the cost of a step, and text drifts
 DISCOUNT = 0.5  # taken from each distinct continuation's count for the shorter contexts
-_VERSION = 1  # of the arithmetic: enters the fingerprint
+_VERSION = 2  # of the arithmetic: enters the fingerprint
 
 
 class NgramConfig(Config):
@@ -70,6 +72,13 @@ def parse_ngram(source: str) -> NgramConfig:
         raise UserError(f"drafter {source}: {error}") from None
 
 
+class Noise(NamedTuple):
+    """What is added to the logits of one position, see `Sampler.noise`."""
+
+    values_V: Floats
+    mass: float  # sum of exp(values_V)
+
+
 class Distribution(NamedTuple):
     """Probabilities of the next token over the whole vocabulary: the tokens seen, and one value for each of the others."""
 
@@ -87,6 +96,21 @@ class Distribution(NamedTuple):
         """In nats."""
         seen = -float(np.exp(self.log_probs) @ self.log_probs)
         return seen - self.others * float(np.exp(self.log_other)) * self.log_other
+
+    def with_noise(self, noise: Noise | None) -> Distribution:
+        """The distribution of the logits plus noise; the tokens not seen share the mean of what that makes of theirs."""
+        if noise is None:
+            return self
+        added = noise.values_V[self.tokens].astype(np.float64)
+        scores = self.log_probs + added
+        rest = []
+        if self.others:
+            mass = max(noise.mass - np.exp(added).sum(), np.finfo(np.float64).tiny)
+            rest = [self.log_other + np.log(mass)]
+        total = np.logaddexp.reduce(np.concatenate((scores, rest)))
+        order = np.argsort(-scores, kind="stable")
+        log_other = float(rest[0] - total - np.log(self.others)) if rest else self.log_other
+        return Distribution([self.tokens[i] for i in order], scores[order] - total, self.others, log_other)
 
 
 class Followers:
@@ -206,11 +230,21 @@ class NgramDrafter(TreeDrafter):
     def _index(self) -> NgramIndex:
         return NgramIndex(self.config, self._vocabulary)
 
-    def pool(self, sequence: NgramSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...]) -> Pool:
+    def pool(
+        self, sequence: NgramSequence, root: int, config: PoolConfig, temperatures: tuple[float, ...],
+        sampler: Sampler | None,
+    ) -> Pool:  # fmt: skip
         """The pool of row `root`."""
         before = self._read_to(sequence, root)
-        nodes, proposed, levels = grow(sequence.index, config)
-        states = [before, *proposed]
+
+        def noise(level: int) -> Noise | None:
+            if sampler is None or sampler.greedy:
+                return None
+            values_V = sampler.noise(root + 1 + level, self._vocabulary)
+            return Noise(values_V, float(np.exp(values_V.astype(np.float64)).sum()))
+
+        nodes, proposed, levels = grow(sequence.index, config, noise)
+        states = [before.with_noise(noise(0)), *proposed]
         tokens, parents, depths, ranks, rows = (np.array([node[i] for node in nodes], np.int64) for i in range(5))
         normalizers = [[one.log_normalizer(t) for t in temperatures] for one in states]
         return Pool(
@@ -245,10 +279,13 @@ class Node(NamedTuple):
     reach: float  # sum of log p along the path, in the order and precision that replay adds it up
 
 
-def grow(index: NgramIndex, shape: PoolConfig) -> tuple[list[Node], list[Distribution], int]:
+def grow(
+    index: NgramIndex, shape: PoolConfig, noise: Callable[[int], Noise | None] = lambda level: None
+) -> tuple[list[Node], list[Distribution], int]:
     """The tree after the index's text in the shape that `PoolConfig` describes, level by level, ties in order of discovery.
 
-    Returns the nodes, the distributions of the root and of every expanded node, and the levels grown.
+    `noise` gives what is added to the logits of a level's tokens; the first is level 1. Returns the nodes, the
+    distributions of the root and of every expanded node, and the levels grown.
     """
     least = float(np.log(np.float32(shape.min_reach))) if shape.min_reach else -np.inf
     nodes: list[Node] = []
@@ -258,8 +295,9 @@ def grow(index: NgramIndex, shape: PoolConfig) -> tuple[list[Node], list[Distrib
     while expanding and levels < shape.depth:
         levels += 1
         children: list[Node] = []
+        added = noise(levels)
         for parent in expanding:
-            found = index.after(paths[parent])
+            found = index.after(paths[parent]).with_noise(added)
             proposed.append(found)
             values = found.log_probs[: shape.width].astype(np.float32)
             reach = values + np.float32(nodes[parent].reach if parent >= 0 else 0.0)

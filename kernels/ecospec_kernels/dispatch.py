@@ -161,8 +161,8 @@ def draft_rows(w: Any, tokens: list[int], *arguments: Any, supported: bool) -> N
 
 
 def draft_tree(w: Any, before_H: Tensor, root_H: Tensor, rope: Any, keys_GPD: Tensor, values_GPD: Tensor, shape: Any,
-               temperatures: tuple[float, ...], *, supported: bool) -> Any:  # fmt: skip
+               temperatures: tuple[float, ...], noise_dV: Tensor | None = None, *, supported: bool) -> Any:  # fmt: skip
     """The candidate tree below a root; see `draft_tree/reference.py`. `supported`: what `supports_draft` said."""
     small = min(shape.beam, shape.width) <= MAX_ROWS
     module = _choose("draft_tree", supported and small and not torch.is_grad_enabled())
-    return module.draft_tree(w, before_H, root_H, rope, keys_GPD, values_GPD, shape, temperatures)
+    return module.draft_tree(w, before_H, root_H, rope, keys_GPD, values_GPD, shape, temperatures, noise_dV)

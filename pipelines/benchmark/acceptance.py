@@ -28,7 +28,7 @@ from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import PolicySpec, parse_policy
 from ecospec_runtime.pool import Floats, Ints, Pool
-from ecospec_runtime.predictor import METRICS_FILE, Embed, Prediction, Predictor
+from ecospec_runtime.predictor import Embed, Prediction, Predictor
 from ecospec_runtime.prompts import fingerprint_prompts, read_prompts
 from ecospec_runtime.statistics import loop_share
 from ecospec_train.calibrate import calibration_error, log_loss
@@ -57,7 +57,7 @@ class Told:
 
     def __init__(self, predictor: Predictor):
         self.predictor, self.shapes, self.manifest = predictor, predictor.shapes, predictor.manifest
-        self.acceptance = predictor.acceptance.model_copy(update={"sampling": {}})
+        self.acceptance = predictor.acceptance
         self.labels: dict[bytes, Floats] = {}
 
     def learn(self, pool: Pool, label: Floats) -> None:
@@ -116,7 +116,7 @@ def truth(pool: Pool, next_tokens: Ints) -> tuple[Floats, NDArray[np.bool_]]:
 
 def read_texts(traces: Traces, predictor: Predictor, told: Told) -> dict[int, Text]:
     """The held-out texts by prompt id, in the order of the traces, scored as decoding scores; `told` learns their labels."""
-    held, embed, temperature = set(predictor.manifest.heldout_prompts), traces.embedding(), traces.manifest.temperature
+    held, embed = set(predictor.manifest.heldout_prompts), traces.embedding()
     texts: dict[int, Text] = {}
     for shard in traces.shards():
         for row in np.flatnonzero(np.isin(shard.prompt_id, list(held))).tolist():
@@ -128,7 +128,7 @@ def read_texts(traces: Traces, predictor: Predictor, told: Told) -> dict[int, Te
             logits = predictor.predict(pool, embed).acceptance_logits[1:]
             for kind in KINDS:
                 given = logits if kind == "head" else None
-                estimate = acceptance(pool, kind, predictor.acceptance, given, temperature)
+                estimate = acceptance(pool, kind, predictor.acceptance, given)
                 text.estimates[kind].append(estimate[judged])
     return texts
 
@@ -216,15 +216,6 @@ def report(result: dict[str, Any], plot: str | None) -> str:
         max,
         3,
     )
-    if result["sampled"]:
-        lines += ["## Sampling: log loss at the target's temperature, all nodes by the chance that sampling gets there", "",
-                  "`perfect` knows the target's probabilities.", "",
-                  "| temperature | kind | as fitted at the traces' temperature | corrected | perfect |", "|---|---|---|---|---|"]  # fmt: skip
-        for kind, by_temperature in result["sampled"].items():
-            for temperature, value in by_temperature.items():
-                cells = (f"{value[key]:.4f}" if key in value else "-" for key in ("as_fitted", "corrected", "perfect"))
-                lines.append(f"| {temperature} | {kind} | {' | '.join(cells)} |")
-        lines.append("")
     if plot:
         lines += [f"![Estimated and real acceptance by kind of text]({plot})", ""]
     return "\n".join(lines)
@@ -251,10 +242,9 @@ def main(arguments: list[str] | None = None) -> None:
     figures, panels = measure(
         traces, predictor, profile, prompt_texts(a.prompts, traces) if a.prompts else None, a.policy
     )
-    sampled = json.loads((a.predictor / METRICS_FILE).read_text(encoding="utf-8")).get("sampled", {})
     given = " ".join(f"--{k} {v}" for k, v in vars(a).items() if v is not None)
     result = {"command": f"python -m pipelines.benchmark.acceptance {given}", "policy": a.policy,
-              "device": profile.slug, "groups": figures, "sampled": sampled}  # fmt: skip
+              "device": profile.slug, "groups": figures}  # fmt: skip
     image = a.out.with_suffix(".png")
     plotted = plot_reliability({name: panel for name, panel in panels.items() if name != "all"}, image)
     a.out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

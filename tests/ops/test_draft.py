@@ -100,16 +100,17 @@ def test_layer_matches_its_reference(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(("vocabulary", "hidden", "bf16"), [(2048, 64, True), (61, 40, False), (9, 32, True)])
-@pytest.mark.parametrize("normed", [False, True])
-def test_proposals_match_their_reference(vocabulary: int, hidden: int, bf16: bool, normed: bool) -> None:
+@pytest.mark.parametrize(("normed", "noisy"), [(False, 0), (True, 1), (True, 5)])
+def test_proposals_match_their_reference(vocabulary: int, hidden: int, bf16: bool, normed: bool, noisy: int) -> None:
     generator = torch.Generator().manual_seed(3)
     states, norm = torch.randn(5, hidden, generator=generator), 1 + 0.3 * torch.randn(hidden, generator=generator)
     norm = None if normed else norm
     head = torch.randn(vocabulary, hidden, generator=generator).to(torch.bfloat16 if bf16 else torch.float32)
+    noise = 5 * torch.randn(noisy, vocabulary, generator=generator).squeeze(0) if noisy else None
     results = []
     for module in (propose_reference, propose_cpu):
         with torch.inference_mode():
-            results.append(module.draft_propose(states, norm, 1e-6, head, 8, (0.3, 1.0, 1.25)))
+            results.append(module.draft_propose(states, norm, 1e-6, head, 8, (0.3, 1.0, 1.25), noise))
     torch.testing.assert_close(results[1].ids, results[0].ids)
     for name in ("log_probs", "entropies", "log_normalizers"):
         torch.testing.assert_close(getattr(results[1], name), getattr(results[0], name), rtol=1e-4, atol=2e-5)
@@ -183,11 +184,16 @@ def test_trees_match_their_reference(
     shape: Shape, vocabulary: int, embedding_bf16: bool, bf16: bool, past: int
 ) -> None:
     w = head(vocabulary, embedding_bf16, bf16=bf16, normed=not bf16, inner=24 if bf16 else 96, extras=bf16)
+    generator = torch.Generator().manual_seed(9)
     for seed in range(6):
         inputs = tree_inputs(w, past, shape.depth, seed)
         with torch.inference_mode():
-            expected, tree = (m.draft_tree(w, *inputs, shape, (0.5, 1.25)) for m in (tree_reference, tree_cpu))
+            noise = torch.randn(1 + shape.depth, vocabulary, generator=generator) * 30 if seed % 2 else None
+            expected, tree = (m.draft_tree(w, *inputs, shape, (0.5, 1.25), noise) for m in (tree_reference, tree_cpu))
         assert tree.levels == expected.levels
+        if noise is not None:
+            bare = tree_reference.draft_tree(w, *inputs, shape, ())
+            assert not np.allclose(tree.entropies[:2], bare.entropies[:2], atol=0)
         for name, left, right in zip(tree._fields, tree, expected, strict=True):
             np.testing.assert_allclose(left, right, rtol=1e-4, atol=3e-5, err_msg=name)
 

@@ -24,13 +24,16 @@ from transformers import (
 )
 
 from ecospec_kernels import dispatch
-from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.drafters import load_drafter
-from ecospec_runtime.drafters.causal_lm import CHUNK, DraftModel
+from ecospec_runtime.drafters.causal_lm import CHUNK, CausalLMDrafter, DraftModel
+from ecospec_runtime.engine import Engine
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.target import Target
 from tests.models import beginning_tokenizer, save_model, tiny_tokenizer
+from tests.pools import check_noise
 
 SHAPE = PoolConfig(depth=4, beam=3, width=5)
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -103,6 +106,27 @@ def test_a_tree_is_what_plain_passes_say(drafter: Any) -> None:
     before = plain(drafter, TEXT[:-1])
     assert pool.entropies[0] == pytest.approx(float(-(before.exp() * before).sum()), abs=1e-4)
     assert (len(sequence.cache), pool.levels, pool.root_token) == (len(TEXT), 4, TEXT[-1])
+
+
+def test_a_pool_guesses_the_draw(drafter: Any) -> None:
+    check_noise(drafter, told(drafter, TEXT), TEXT)
+
+
+def test_the_target_as_its_own_drafter_guesses_every_draw(target: Target) -> None:
+    """Logits and noise are the same on both sides, at every level; without the noise it guesses few at this temperature."""
+    drafter = CausalLMDrafter(target, target, target.fingerprint)
+    drafter._first = [TEXT[0]]  # the prompt's first token, which its tokenizer would put there
+    config = GenerationConfig(max_new_tokens=40, temperature=2.0, seed=3, eos_token_id=())
+    policy = build_policy(parse_policy("confidence:budget=4,acceptance=raw"))
+    engine = Engine(target, drafter, policy=policy, pool=PoolConfig(depth=4, beam=1, width=1))
+    stream = engine.generate(TEXT, config)
+    text = [token.id for token in stream]
+    assert text == [token.id for token in Engine(target).generate(TEXT, config)]
+    assert (stream.statistics.passes, stream.statistics.accepted) == (8, 32)
+    drafter.expand = lambda *arguments: CausalLMDrafter.expand(drafter, *arguments[:4])  # type: ignore[method-assign]
+    stream = engine.generate(TEXT, config)
+    assert [token.id for token in stream] == text
+    assert stream.statistics.accepted < 10
 
 
 def same(left: Pool, right: Pool) -> None:

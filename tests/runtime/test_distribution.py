@@ -55,9 +55,7 @@ def lying_predictor() -> Any:
         )
 
     shapes = SimpleNamespace(layers=3, experts=12, top_k=2)
-    return SimpleNamespace(
-        shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head", sampling={})
-    )
+    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head"))
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))

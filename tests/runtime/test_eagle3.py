@@ -20,6 +20,7 @@ from ecospec_runtime.drafters.eagle3 import Eagle3Drafter
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.target import Target
 from tests.heads import biases, edit_head, norms, wider
+from tests.pools import check_noise
 
 ROWS = 90  # more than one extension pass
 NODES = ("tokens", "parents", "depths", "ranks", "log_probs", "state_rows")
@@ -133,6 +134,13 @@ def variant(folder: Path, out: Path, name: str) -> tuple[dict[str, Tensor], dict
 
     edit_head(folder, out, edit)
     return tensors, config
+
+
+def test_a_pool_guesses_the_draw(tiny_drafter_dir: Path, target: Target) -> None:
+    drafter, (tokens, features) = load_drafter(tiny_drafter_dir, target), rows(9)
+    sequence = drafter.start()
+    drafter.extend(sequence, tokens, features)
+    check_noise(drafter, sequence, tokens.tolist())
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -81,9 +81,7 @@ def lying_predictor(seed: int = 0, layers: int = 7) -> Any:
         )
 
     shapes = SimpleNamespace(layers=layers, experts=12, top_k=2)
-    return SimpleNamespace(
-        shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head", sampling={})
-    )
+    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head"))
 
 
 @pytest.fixture(scope="module")

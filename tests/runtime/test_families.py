@@ -79,9 +79,7 @@ def liar(target: Target, seed: int = 0) -> Any:
         return SimpleNamespace(routing_logits=routing, acceptance_logits=np.r_[0.0, praise].astype(np.float32))
 
     shapes = SimpleNamespace(layers=target.moe_layers, experts=target.experts, top_k=target.top_k)
-    return SimpleNamespace(
-        shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head", sampling={})
-    )
+    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head"))
 
 
 def decoder_for(target: Target, drafter: Any, policy: str) -> Engine:

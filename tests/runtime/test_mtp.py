@@ -18,9 +18,14 @@ from ecospec_runtime.pool import Pool
 from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.target import Target
 from tests.mtp_layers import EXPERTS, LAYERS, POOL, Family, H, by_hand, drafted, path_to, same, text, told
+from tests.pools import check_noise
 from tests.train.invented import make_profile
 
 PROFILE = make_profile(fixed_ms=1.0, per_token_ms=0.05, per_expert_ms=0.01, plain_ms=1.2)
+
+
+def test_a_pool_guesses_the_draw(deepseek: Family) -> None:
+    check_noise(deepseek.drafter, told(deepseek.drafter, deepseek.target, text()), text().tolist()[1:])
 
 
 @pytest.mark.parametrize("family", ["deepseek", "glm"])
@@ -141,7 +146,7 @@ def guessing_predictor() -> Any:
         return SimpleNamespace(routing_logits=logits, acceptance_logits=np.zeros(n, np.float32))
 
     shapes = SimpleNamespace(layers=LAYERS - 1, experts=EXPERTS, top_k=2)
-    learned = SimpleNamespace(temperature=1.0, best="raw", sampling={})
+    learned = SimpleNamespace(temperature=1.0, best="raw")
     return SimpleNamespace(shapes=shapes, predict=predict, acceptance=learned)
 
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters import load_drafter
-from ecospec_runtime.drafters.ngram import RECENT, NgramConfig, NgramDrafter, NgramIndex, parse_ngram
+from ecospec_runtime.drafters.ngram import RECENT, NgramConfig, NgramDrafter, NgramIndex, Noise, parse_ngram
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Pool
 from ecospec_train.replay_pools import Cut
 from ecospec_train.replay_rows import along_paths, least_log_reach
+from tests.pools import check_noise
 
 VOCABULARY, HIDDEN = 7, 3
 TARGET: Any = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, layers=5)
@@ -74,6 +75,28 @@ def test_a_long_text_counts_the_latest_occurrences_only() -> None:
     for token in [0, 1] * 50 + [0, 2] * RECENT + [0]:
         index.read(token)
     assert index.after([]).tokens == [2], "what followed further back is forgotten"
+
+
+@settings(deadline=None)
+@given(texts, orders)
+def test_noise_moves_the_distribution_as_it_moves_logits(text: list[int], config: NgramConfig) -> None:
+    values = np.random.default_rng(len(text)).gumbel(size=VOCABULARY).astype(np.float32)
+    index = NgramIndex(config, VOCABULARY)
+    for token in text:
+        index.read(token)
+    found = index.after([])
+    noisy = found.with_noise(Noise(values, float(np.exp(values.astype(np.float64)).sum())))
+    whole = searched(config, text, []) * np.exp(values.astype(np.float64))
+    np.testing.assert_allclose(np.exp(noisy.log_probs), (whole / whole.sum())[noisy.tokens], rtol=1e-6)
+    assert np.all(np.diff(noisy.log_probs) <= 0)
+    assert sorted(noisy.tokens) == sorted(found.tokens)
+    assert noisy.log_normalizer(1.0) == pytest.approx(0.0, abs=1e-9)
+    assert found.with_noise(None) is found
+
+
+def test_a_pool_guesses_the_draw() -> None:
+    text = [5, 1, 5, 2, 5, 3, 5, 4, 5]
+    check_noise(*told(NgramConfig(max=1), text), text)
 
 
 @settings(deadline=None)

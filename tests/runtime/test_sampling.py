@@ -18,7 +18,7 @@ from transformers import (
 
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.sampling import Sampler, log_probability, uniform
+from ecospec_runtime.sampling import Sampler, gumbels, log_probability
 
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -59,16 +59,42 @@ def test_greedy_honours_the_repetition_penalty() -> None:
     assert Sampler(GenerationConfig()).plain_argmax
 
 
-def test_uniform_is_uniform_and_keyed() -> None:
-    draws = np.array([[uniform(seed, position) for position in range(500)] for seed in range(40)])
-    assert draws.min() >= 0
-    assert draws.max() < 1
-    counts, _ = np.histogram(draws, bins=50, range=(0, 1))
-    chi2 = ((counts - 400) ** 2 / 400).sum()
-    assert chi2 < 85.4  # 49 degrees of freedom, p = 0.001
-    assert abs(np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]) < 0.02
-    assert abs(np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1]) < 0.02
-    assert uniform(3, 5) == uniform(3, 5) != uniform(5, 3)
+def test_noise_is_gumbel_and_keyed() -> None:
+    draws = np.array([[gumbels(seed, position, 50) for position in range(40)] for seed in range(30)], np.float64)
+    counts, _ = np.histogram(np.exp(-np.exp(-draws)), bins=60, range=(0, 1))  # uniform, if these are Gumbel
+    assert counts.sum() == draws.size
+    assert ((counts - 1000) ** 2 / 1000).sum() < 98.3  # 59 degrees of freedom, p = 0.001
+    for axis in range(3):  # neighbours in seed, position and token
+        one, other = np.moveaxis(draws, axis, 0)[:-1].ravel(), np.moveaxis(draws, axis, 0)[1:].ravel()
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
+    assert (gumbels(3, 5, 9) == gumbels(3, 5, 90)[:9]).all()
+    assert (gumbels(3, 5, 9) != gumbels(5, 3, 9)).all()
+    assert np.isfinite(gumbels(2**63 - 1, 2**40, 5)).all()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_draws_follow_the_distribution(settings: dict[str, Any]) -> None:
+    """2,000 positions of one text with the same logits."""
+    logits = np.random.default_rng(1).normal(size=6) * 1.5
+    sampler = Sampler(GenerationConfig(seed=4, **settings))
+    expected = sampler.probabilities(logits, {2}) * 2000
+    drawn = np.bincount([sampler.choose(logits, position, {2}) for position in range(2000)], minlength=6)
+    assert not drawn[expected == 0].any()
+    likely = expected > 5
+    assert ((drawn - expected)[likely] ** 2 / expected[likely]).sum() < 20.5  # 5 degrees of freedom, p = 0.001
+
+
+def test_a_draw_is_the_argmax_of_logits_with_the_drafters_noise() -> None:
+    """Whatever a drafter asked for before, and for how many tokens."""
+    logits = np.random.default_rng(2).normal(size=200).astype(np.float32)
+    sampler = Sampler(GenerationConfig(temperature=0.6, seed=8))
+    for position in range(60):
+        part = sampler.noise(position, 90)
+        drawn = sampler.choose(logits, position, set())
+        noise = sampler.noise(position, 200)
+        assert drawn == (logits + noise).argmax() == Sampler(sampler.config).choose(logits, position, set())
+        np.testing.assert_array_equal(part, noise[:90])
+    assert not Sampler(GenerationConfig()).noise(3, 5).any()
 
 
 def test_log_probability_is_raw() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights, SamplingCorrection
+from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.predictor import Prediction
@@ -26,9 +26,7 @@ class NearlyRightPredictor:
             traces="",
             heldout_prompts=[],
         )
-        corrections = [SamplingCorrection(temperature=0.0), SamplingCorrection(temperature=1.0, slope=0.8, bias=-0.2)]
-        self.acceptance = AcceptanceModel(best="head", temperature=0.7, logistic=LogisticWeights(depth=-0.1, bias=0.3),
-                                          sampling=dict.fromkeys(("logistic", "head"), corrections))  # fmt: skip
+        self.acceptance = AcceptanceModel(best="head", temperature=0.7, logistic=LogisticWeights(depth=-0.1, bias=0.3))
 
     def predict(self, pool: Pool, embed: object) -> Prediction:
         world, tokens = self.world, np.concatenate(([pool.root_token], pool.tokens)).astype(np.int64)

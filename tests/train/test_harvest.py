@@ -117,7 +117,7 @@ def test_rows_are_what_single_passes_say(
             assert shard.next_tokens_of(r).tolist() == chosen
             if r + 1 < len(shard) and shard.prompt_id[r + 1] == prompt_id:
                 assert chosen[0] == shard.root_token[r + 1]
-            live = live_pool(target, drafter, [*before, pool.root_token])
+            live = live_pool(target, drafter, [*before, pool.root_token], sampler)
             np.testing.assert_array_equal(pool.tokens, live.tokens)
             np.testing.assert_array_equal(pool.parents, live.parents)
             np.testing.assert_allclose(pool.log_probs, live.log_probs, rtol=1e-4, atol=1e-4)
@@ -126,7 +126,7 @@ def test_rows_are_what_single_passes_say(
     assert checked >= 20
 
 
-def live_pool(target: Target, drafter: Any, tokens: list[int]) -> Any:
+def live_pool(target: Target, drafter: Any, tokens: list[int], sampler: Sampler) -> Any:
     """The pool a drafter that has followed the text so far grows below its last token."""
     features = target.forward(
         torch.tensor(tokens[:-1]),
@@ -137,7 +137,7 @@ def live_pool(target: Target, drafter: Any, tokens: list[int]) -> Any:
     ).aux
     sequence = drafter.start()
     drafter.extend(sequence, torch.tensor(tokens[1:]), features)
-    return drafter.expand(sequence, tokens[-1], POOL)
+    return drafter.expand(sequence, tokens[-1], POOL, (), sampler)
 
 
 def test_trajectory_is_the_targets_own_text(greedy: Path, target: Target) -> None:

@@ -18,7 +18,6 @@ from ecospec_train.calibrate import (
     calibration_error,
     choose_share,
     fit_logistic,
-    fit_sampling,
     fit_temperature,
     log_loss,
 )
@@ -47,13 +46,10 @@ def traces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_rows_are_what_the_pools_say(traces: Traces) -> None:
-    manifest = traces.manifest
     shard = traces.shard(1)
-    table = node_table(shard, manifest.temperature, manifest.target_temperatures)
-    logits = World().logits
+    table = node_table(shard)
     for row in range(len(shard)):
         pool, base, end = shard.pool(row), int(table.offsets[row]), int(table.offsets[row + 1])
-        context = int(shard.prompt_id[row]) % 4
         assert table.tokens[base:end].tolist() == [pool.root_token, *pool.tokens]
         assert table.parents[base] == -1
         assert (table.parents[base + 1 : end] - base - 1).tolist() == pool.parents.tolist()
@@ -63,19 +59,11 @@ def test_rows_are_what_the_pools_say(traces: Traces) -> None:
         expected = np.stack([pool.log_probs, pool.ranks, pool.depths, pool.entropies[pool.state_rows]], -1)
         assert (table.scalars[base + 1 : end] == expected).all()
         assert (table.routing[base:end] == shard.routing_of(row)).all()
-        follows, reached, chances = shard.next_tokens_of(row), [True], {-1: np.ones(len(manifest.target_temperatures))}
+        follows, reached = shard.next_tokens_of(row), [True]
         for i, (token, parent) in enumerate(zip(pool.tokens.tolist(), pool.parents.tolist(), strict=True)):
             reached.append(reached[parent + 1] and token == follows[parent + 1])
             assert table.weight[base + 1 + i] == reached[parent + 1]
-            before = logits[context, pool.root_token if parent < 0 else pool.tokens[parent]]
-            scaled = np.exp(before / (manifest.temperature or 1))
-            label = scaled[token] / scaled.sum() if manifest.temperature else float(token == before.argmax())
-            assert table.label[base + 1 + i] == pytest.approx(label, rel=1e-3)
-            assert table.sampled_weight[base + 1 + i] == pytest.approx(chances[parent], rel=1e-3)
-            cooled = [np.exp(before / t) for t in manifest.target_temperatures]
-            sampled = np.array([values[token] / values.sum() for values in cooled])
-            assert table.sampled[base + 1 + i] == pytest.approx(sampled, rel=1e-3)
-            chances[i] = chances[parent] * sampled
+            assert table.label[base + 1 + i] == (token == follows[parent + 1])
         assert table.reached[base:end].tolist() == reached
 
 
@@ -188,18 +176,6 @@ def test_the_temperature_of_the_labels_is_found() -> None:
                           np.arange(4000))  # fmt: skip
     assert fit_temperature(rows, TEMPERATURES) == 0.5
     assert fit_temperature(rows, ()) == 1.0
-
-
-def test_what_sampling_does_is_recovered() -> None:
-    rng = np.random.default_rng(0)
-    p = rng.dirichlet([1, 1, 1], 2000)[:, :2] * 0.98 + 0.005  # two siblings each; the rest is for "none"
-    odds = np.exp(-0.7) * (p / (1 - p.sum(1, keepdims=True))) ** 0.6
-    sampled = odds / (1 + odds.sum(1, keepdims=True))
-    weight = np.repeat(rng.uniform(0, 1, 2000), 2).astype(np.float32)
-    sampled[:1000], weight[:2000] = rng.uniform(0, 0.5, (1000, 2)), 0.0  # never reached: says nothing
-    groups = np.repeat(np.arange(2000), 2)
-    found = fit_sampling(p.astype(np.float32).ravel(), sampled.astype(np.float32).ravel(), weight, groups, 0.7)
-    assert (found.temperature, found.slope, found.bias) == pytest.approx((0.7, 0.6, -0.7), abs=1e-3)
 
 
 def test_prompts_for_routing_only_teach_no_acceptance(traces: Traces) -> None:

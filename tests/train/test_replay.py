@@ -79,7 +79,7 @@ def slow_steps(
             experts = [{(layer, e) for layer in range(LAYERS) for e in node[layer].tolist()} for node in routing]
             chosen: set[int] = set()
             if len(pool):
-                candidates = scorer.score(pool, embed, True, traces.manifest.temperature)
+                candidates = scorer.score(pool, embed, True)
                 if oracle:
                     candidates = with_true_routing(candidates, experts)
                 chosen = set(policy.select(candidates, profile, int(shard.context[row])))
@@ -207,8 +207,8 @@ def test_shards_are_scored_once_and_held_one_at_a_time(tmp_path: Path, monkeypat
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_sharding_does_not_matter(rows: ReplayRows, tmp_path: Path) -> None:
-    temperature, profile = rows.temperature, make_profile()
+def test_sharding_does_not_matter(rows: ReplayRows, traces: Traces, tmp_path: Path) -> None:
+    temperature, profile = traces.manifest.temperature, make_profile()
     one = Traces(write_traces(tmp_path, prompts=8, positions=12, temperature=temperature, shard_rows=1000))
     whole = load_rows(one, NearlyRightPredictor())  # type: ignore[arg-type]
     assert len({prompt.shard for prompt in whole.prompts}) == 1 < len({prompt.shard for prompt in rows.prompts})

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights, SamplingCorrection
+from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights
 from ecospec_runtime.architectures import Architecture, save
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.drafters import load_drafter
@@ -61,10 +61,7 @@ OF_STUB = [
 class Opinionated:
     """Stands for a predictor: arbitrary but fixed opinions about each token."""
 
-    acceptance = AcceptanceModel(
-        best="head", temperature=0.7, logistic=LogisticWeights(bias=1.0),
-        sampling={"head": [SamplingCorrection(temperature=0.0), SamplingCorrection(temperature=1.0, slope=0.8)]},
-    )  # fmt: skip
+    acceptance = AcceptanceModel(best="head", temperature=0.7, logistic=LogisticWeights(bias=1.0))
 
     def __init__(self, target: Target):
         self.shapes = SimpleNamespace(layers=target.moe_layers, experts=target.experts, top_k=2)

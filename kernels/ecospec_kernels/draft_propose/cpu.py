@@ -29,6 +29,13 @@ def _best(logits: int, vocabulary: int, width: int, top: int, ids: int) -> None:
             floor = value[width - 1]
 
 
+@numba.njit(nogil=True)
+def _add(logits: int, noise: int, vocabulary: int) -> None:
+    x, more = view(logits, vocabulary, np.float32), view(noise, vocabulary, np.float32)
+    for i in range(vocabulary):
+        x[i] += more[i]
+
+
 @numba.njit(nogil=True, fastmath={"contract", "reassoc"})
 def _sums(logits: int, vocabulary: int, top: float, temperature: float) -> tuple[np.float32, np.float32]:
     """Sum of e = exp((logit - top) / temperature), and of e * (logit - top)."""
@@ -45,9 +52,10 @@ def _sums(logits: int, vocabulary: int, top: float, temperature: float) -> tuple
 
 @compiled
 def propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: int, bf16: bool, vocabulary: int,
-             width: int, temperatures: int, t_count: int, log_probs: int, ids: int, entropies: int, normalizers: int,
-             scratch: int) -> None:  # fmt: skip
-    """All outputs dense; `norm` 0: the states are normed already. `scratch`: see `scratch_size`."""
+             width: int, temperatures: int, t_count: int, noise: int, noise_stride: int, log_probs: int, ids: int,
+             entropies: int, normalizers: int, scratch: int) -> None:  # fmt: skip
+    """All outputs dense; `norm` 0: the states are normed already; `noise` 0: none, else `noise_stride` bytes from one state's to
+    the next's. `scratch`: see `scratch_size`."""
     normed = scratch if norm else states
     packed = scratch + n * hidden * 4
     logits = packed + n * (hidden + 2 * LANES) * 4
@@ -58,6 +66,8 @@ def propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: in
     entropy, tau = view(entropies, n, np.float32), view(temperatures, t_count, np.float64)
     for t in range(n):
         row, best = logits + t * vocabulary * 4, log_probs + t * width * 4
+        if noise:
+            _add(row, noise + t * noise_stride, vocabulary)
         _best(row, vocabulary, width, best, ids + t * width * 8)
         values = view(best, width, np.float32)
         top = values[0]
@@ -78,9 +88,10 @@ def scratch_size(n: int, hidden: int, vocabulary: int) -> int:
 
 
 def draft_propose(
-    states_nH: Tensor, norm_H: Tensor | None, eps: float, lm_head_VH: Tensor, width: int, temperatures: tuple[float, ...]
+    states_nH: Tensor, norm_H: Tensor | None, eps: float, lm_head_VH: Tensor, width: int, temperatures: tuple[float, ...],
+    noise: Tensor | None = None,
 ) -> Proposals:  # fmt: skip
-    """Same contract as the reference."""
+    """Same contract as the reference; noise dense."""
     n, hidden = states_nH.shape
     vocabulary, count = lm_head_VH.shape[0], len(temperatures)
     states, tau = states_nH.contiguous(), np.array(temperatures, np.float64)
@@ -89,7 +100,8 @@ def draft_propose(
     )
     propose(
         states.data_ptr(), n, hidden, 0 if norm_H is None else norm_H.data_ptr(), eps, lm_head_VH.data_ptr(),
-        lm_head_VH.dtype == torch.bfloat16, vocabulary, width, tau.ctypes.data, count, result.log_probs.data_ptr(),
+        lm_head_VH.dtype == torch.bfloat16, vocabulary, width, tau.ctypes.data, count,
+        0 if noise is None else noise.data_ptr(), 0 if noise is None or noise.dim() == 1 else 4 * vocabulary, result.log_probs.data_ptr(),
         result.ids.data_ptr(), result.entropies.data_ptr(), result.log_normalizers.data_ptr(),
         workspace(scratch_size(n, hidden, vocabulary)),
     )  # fmt: skip

@@ -48,7 +48,7 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
           gate_up_w: int, down_w: int, qkv_bias: int, out_bias: int, output_norm: int, final_norm: int, lm_head: int,
           vocabulary: int, embedding: int, embedding_bf16: bool, target_ids: int, cos: int, sin: int, keys: int, values: int, cache_stride: int,
           past: int, depth: int, beam: int, width: int, cut: bool, least: float, temperatures: int, t_count: int,
-          recent_stride: int, states: int, entropies: int, normalizers: int, nodes: int, log_probs: int,
+          noise: int, recent_stride: int, states: int, entropies: int, normalizers: int, nodes: int, log_probs: int,
           scratch: int) -> tuple[int, int, int]:  # fmt: skip
     """Levels, states and nodes. `nodes`: tokens, parents, depths, ranks and state rows, int64 [5, depth * width]; all dense.
 
@@ -60,13 +60,14 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
     proposing = embed + beam * hidden * 4
     rest = proposing + beam * hidden * 4
     row, floating, word = hidden * 4, 4, 8
+    more = vocabulary * 4 if noise else 0
     all_ids, orders, all_reach = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.float32)
     found_ids, found = np.empty(max(beam, 2) * width, np.int64), np.empty(max(beam, 2) * width, np.float32)
     all_log_probs, scores = np.empty(most, np.float32), np.empty(beam * width, np.float32)
     seen, seen_before = np.zeros((2, beam * beam * depth), np.uint8)
     for at, source in ((states, before), (states + row, root)):
         view(at, hidden, np.float32)[:] = view(source, hidden, np.float32)
-    propose(states, 2, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
+    propose(states, 2, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count, noise, more,
              found.ctypes.data, found_ids.ctypes.data, entropies, normalizers, rest)  # fmt: skip
     for i in range(width):
         all_ids[i], orders[i], all_log_probs[i] = found_ids[width + i], i, found[width + i]
@@ -100,7 +101,7 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
                cos + (level - 1) * dim * floating, sin + (level - 1) * dim * floating, 0, keys, values, cache_stride, past, recent_keys, recent_values,
                recent_stride, recent, seen.ctypes.data, new, rest)  # fmt: skip
         propose(new, expanding, hidden, final_norm, eps, lm_head, bf16, vocabulary, width, temperatures, t_count,
-                 found.ctypes.data, found_ids.ctypes.data, entropies + done * floating,
+                 noise + (1 + level) * more, 0, found.ctypes.data, found_ids.ctypes.data, entropies + done * floating,
                  normalizers + done * t_count * floating, rest)  # fmt: skip
         for b in range(expanding):
             for i in range(width):
@@ -134,9 +135,9 @@ def _tree(before: int, root: int, hidden: int, heads: int, groups: int, dim: int
 
 def draft_tree(
     w: TreeWeights, before_H: Tensor, root_H: Tensor, rope: Rope, keys_GPD: Tensor, values_GPD: Tensor, shape: Shape,
-    temperatures: tuple[float, ...],
+    temperatures: tuple[float, ...], noise_dV: Tensor | None = None,
 ) -> Tree:  # fmt: skip
-    """Same contract as the reference; rows of cache and rope dense."""
+    """Same contract as the reference; noise, and rows of cache and rope, dense."""
     layer, hidden, vocabulary = w.layer, root_H.shape[0], w.lm_head_VH.shape[0]
     past, groups, dim = keys_GPD.shape[1], layer.kv_heads, layer.head_dim
     width, inner = min(shape.width, vocabulary), layer.down.shape[1]
@@ -159,7 +160,8 @@ def draft_tree(
         0 if w.final_norm_H is None else w.final_norm_H.data_ptr(), w.lm_head_VH.data_ptr(), vocabulary,
         w.embedding.data_ptr(), w.embedding.dtype == torch.bfloat16, w.target_ids.ctypes.data, rope[0].data_ptr(),
         rope[1].data_ptr(), keys_GPD.data_ptr(), values_GPD.data_ptr(), 4 * keys_GPD.stride(0), past, shape.depth, beam,
-        width, shape.min_reach > 0.0, float(log_reach(shape.min_reach)), tau.ctypes.data, t_count, 4 * recent * dim,
+        width, shape.min_reach > 0.0, float(log_reach(shape.min_reach)), tau.ctypes.data, t_count,
+        0 if noise_dV is None else noise_dV.data_ptr(), 4 * recent * dim,
         states.ctypes.data, entropies, normalizers, nodes.ctypes.data, normalizers + 4 * rows * t_count,
         workspace(2 * groups * recent * dim + 2 * beam * hidden + inside),
     )  # fmt: skip

@@ -24,7 +24,8 @@ from ecospec_kernels.draft_propose.reference import draft_propose as reference_p
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
-Propose = Callable[[Tensor], Proposals]  # states [n, H] -> their w best draft tokens and statistics
+# (level, states [n, H]) -> their w best draft tokens and statistics. Level 0: the state before the root's, and the root's.
+Propose = Callable[[int, Tensor], Proposals]
 # (level, draft ids [b], states [b, H] that proposed them, seen bool [b, all expanded so far]) -> states [b, H].
 # `seen`: which of the nodes expanded so far, these last, a node may look at: its path and itself.
 Step = Callable[[int, Ints, Tensor, NDArray[np.bool_]], Tensor]
@@ -70,7 +71,7 @@ def grow(
 ) -> Tree:  # fmt: skip
     """The tree of any drafter that maps (state, token) to the next state, from the root's state and the one before it."""
     states = [torch.stack((before_H, root_H))]
-    proposals = [propose(states[0])]
+    proposals = [propose(0, states[0])]
     log_probs = reach = _host(proposals[0].log_probs)[1]
     ids = _host(proposals[0].ids)[1]
     width = len(ids)
@@ -88,7 +89,7 @@ def grow(
             break
         seen = np.concatenate((paths[:expanding], np.eye(expanding, dtype=bool)), axis=1)
         new = step(level, ids[:expanding], proposing[:expanding], seen)
-        found = propose(new)
+        found = propose(level, new)
         firsts.append(sum(map(len, states)))
         states.append(new)
         proposals.append(found)
@@ -119,14 +120,17 @@ def grow(
 
 def draft_tree(
     w: TreeWeights, before_H: Tensor, root_H: Tensor, rope: Rope, keys_GPD: Tensor, values_GPD: Tensor, shape: Shape,
-    temperatures: tuple[float, ...],
+    temperatures: tuple[float, ...], noise_dV: Tensor | None = None,
 ) -> Tree:  # fmt: skip
-    """The tree below a root that `keys_GPD` and `values_GPD` end with. `rope`: rotations of the levels from the second on."""
+    """The tree below a root that `keys_GPD` and `values_GPD` end with. `rope`: rotations of the levels from the second on.
+
+    `noise_dV`, float32 `[1 + depth, V]`: what is added to the logits of the state before the root's, and of each level.
+    """
     recent = keys_GPD.new_empty(2, keys_GPD.shape[0], shape.beam * shape.depth, keys_GPD.shape[2])
 
-    def propose(states: Tensor) -> Proposals:
-        width = min(shape.width, len(w.target_ids))
-        return reference_propose(states, w.final_norm_H, w.layer.eps, w.lm_head_VH, width, temperatures)
+    def propose(level: int, states: Tensor) -> Proposals:
+        width, noise = min(shape.width, len(w.target_ids)), noise_of(level, noise_dV)
+        return reference_propose(states, w.final_norm_H, w.layer.eps, w.lm_head_VH, width, temperatures, noise)
 
     def step(level: int, ids_b: Ints, h_bH: Tensor, seen: NDArray[np.bool_]) -> Tensor:
         tokens = torch.from_numpy(w.target_ids[ids_b]).to(h_bH.device)
@@ -138,6 +142,11 @@ def draft_tree(
         )
 
     return grow(before_H, root_H, shape, propose, step, w.target_ids)
+
+
+def noise_of(level: int, noise_dV: Tensor | None) -> Tensor | None:
+    """The noise that a level's proposals take, see `Propose`: `[V]`, or `[2, V]` for level 0."""
+    return noise_dV if noise_dV is None else noise_dV[1 + level] if level else noise_dV[:2]
 
 
 def log_reach(min_reach: float) -> np.float32:
