@@ -5,8 +5,9 @@
 
 `--run` is a folder that `make quickstart` left. Tuning replays harvest prompts that the predictor's fit held out, at every
 temperature; some of them are kept back to confirm on. Decoding takes the run's bench prompts, that nothing has seen, policies
-interleaved prompt by prompt. Writes Markdown, and beside it JSON and a plot. One temperature takes 5 to 12 minutes for the
-small references on an idle 2-core machine.
+interleaved prompt by prompt. Writes Markdown, and beside it JSON and a plot. Two temperatures take about 10 minutes for the
+small references on 2 cores that nothing else uses, about 20 for that of DeepSeek-V3. Found policies stay in `RUN/policies-<T>.json`;
+after a failure `--reuse` goes on with them. A drafter in the target's checkpoint is that of the small target: widening leaves it out.
 """
 
 from __future__ import annotations

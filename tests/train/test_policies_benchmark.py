@@ -58,6 +58,11 @@ class Opinions:
         return Prediction(routing.astype(np.float32), np.concatenate(([0.0], pool.log_probs + 1.5)).astype(np.float32))
 
 
+def opinions(run: Path) -> Any:
+    """The predictor of a run."""
+    return Opinions(run / "traces")
+
+
 @pytest.fixture(scope="module")
 def fresh(tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as `make quickstart` leaves it, of the tiny models."""
@@ -77,7 +82,7 @@ def fresh(tiny_target_dir: Path, tiny_drafter_dir: Path, tmp_path_factory: pytes
 
 @pytest.fixture(autouse=True)
 def _opinions(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Predictor, "from_folder", lambda *_: Opinions(fresh / "traces"))
+    monkeypatch.setattr(Predictor, "from_folder", lambda *_: opinions(fresh))
 
 
 Command = Callable[..., list[str]]
@@ -96,7 +101,7 @@ def command(tiny_drafter_dir: Path) -> Command:
 def finished(fresh: Path, command: Command) -> Path:
     """The same folder after a comparison at two temperatures."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Predictor, "from_folder", lambda *_: Opinions(fresh / "traces"))
+        patch.setattr(Predictor, "from_folder", lambda *_: opinions(fresh))
         patch.setattr(bench, "WARM_UP_TOKENS", 1)
         policies.main(command(fresh))
     return fresh
@@ -109,24 +114,24 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 
 def tables_of(run: Path) -> list[dict[str, Any]]:
-    report = json.loads((run / "out/policies.json").read_text())
-    return report["temperatures"]  # type: ignore[no-any-return]
+    tables: list[dict[str, Any]] = json.loads((run / "out/policies.json").read_text())["temperatures"]
+    return tables
 
 
 def test_every_policy_is_tuned_on_some_prompts_and_confirmed_on_others(finished: Path, tiny_drafter_dir: Path) -> None:
     profile = load_profile(finished / "profile.json")
     for table, folder in zip(tables_of(finished), ("traces", "traces-0.7"), strict=True):
-        traces, predictor = Traces(finished / folder), Opinions(finished / "traces")
+        traces, predictor = Traces(finished / folder), opinions(finished)
         settings = Settings(run=finished, drafter=str(tiny_drafter_dir), temperatures=(0.0,))
-        material = prepare(settings, predictor, profile, table["temperature"])  # type: ignore[arg-type]
+        material = prepare(settings, predictor, profile, table["temperature"])
         seen = {prompt for shard in traces.manifest.shards for prompt in shard.prompt_ids}
         allowed = set(HELDOUT) if folder == "traces" else seen
         assert material.tuning | material.confirming == allowed
         assert not material.tuning & material.confirming
         rows = {
-            "tuning": load_rows(traces, predictor, material.tuning),  # type: ignore[arg-type]
+            "tuning": load_rows(traces, predictor, material.tuning),
             "replay": load_rows(traces, predictor, material.confirming),
-        }  # type: ignore[arg-type]
+        }
         assert [row["name"] for row in table["rows"]] == [*NAMES, ORACLE]
         for row in table["rows"]:
             oracle = row["name"] == ORACLE
@@ -178,7 +183,7 @@ def test_sampled_traces_are_of_what_the_fit_held_out_and_made_once(
 
     monkeypatch.setattr(harvest_module, "run_trainer", never)
     settings = Settings(run=finished, drafter=command(finished)[3], temperatures=(0.7,))
-    again = policies_tuning.traces_at(settings, Opinions(finished / "traces"), 0.7)  # type: ignore[arg-type]
+    again = policies_tuning.traces_at(settings, opinions(finished), 0.7)
     assert again.manifest == sampled
 
 
@@ -241,9 +246,9 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_oracle_is_no_worse_than_the_policy_that_it_bounds(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile, predictor = load_profile(finished / "profile.json"), Opinions(finished / "traces")
+    profile, predictor = load_profile(finished / "profile.json"), opinions(finished)
     settings = Settings(run=finished, drafter="", temperatures=(0.0,))
-    material = prepare(settings, predictor, profile, 0.0)  # type: ignore[arg-type]
+    material = prepare(settings, predictor, profile, 0.0)
     rows, ours = material.rows(material.tuning), parse_policy("throughput:price=0.1,acceptance=raw,pause=0")
     assert (material.free.predict_ms, material.free.predict_node_ms) == (0.0, 0.0)
     off = policies_tuning.OFF, replay(policies_tuning.OFF, rows, profile)
@@ -332,7 +337,7 @@ def test_mistakes_are_one_clear_line(
 def test_other_prompts_or_targets_are_not_harvested(
     copy: Path, command: Command, tiny_drafter_dir: Path, save_target: Callable[..., Path], tmp_path: Path
 ) -> None:
-    predictor: Any = Opinions(copy / "traces")
+    predictor = opinions(copy)
 
     def refused(message: str, **changes: Any) -> None:
         settings = Settings(run=copy, drafter=str(tiny_drafter_dir), temperatures=(0.5,)).model_copy(update=changes)
