@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from scipy import stats
 
-from ecospec_runtime.bench import Contestant, Plan, Samples, measure, rate
+from ecospec_runtime.bench import Contestant, Plan, Sample, Samples, measure, rate
 from ecospec_runtime.config import Config
 from ecospec_runtime.console import note
-from ecospec_runtime.drafters import load_drafter
+from ecospec_runtime.device_profile import DeviceProfile
+from ecospec_runtime.drafters import Drafter, load_drafter
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import device_name, device_slug
@@ -27,6 +28,7 @@ from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.target import Target
 from ecospec_train.choice import Candidate, Inputs, Measured
 from ecospec_train.steps import Steps
+from ecospec_train.traces import TraceManifest
 
 if TYPE_CHECKING:
     from ecospec_train.tune import TuneConfig
@@ -52,24 +54,30 @@ def live_settings(config: TuneConfig) -> LiveSettings:
     )  # fmt: skip
 
 
-def measure_live(settings: LiveSettings, inputs: Inputs, candidates: Mapping[str, Candidate]) -> dict[str, Measured]:
-    """Decode with every candidate, `off` among them. Raises UserError for another machine, model or too few prompts."""
-    profile, manifest = inputs.profile, inputs.traces.manifest
+def load_models(settings: LiveSettings, profile: DeviceProfile, manifest: TraceManifest) -> tuple[Target, Drafter]:
+    """Target and drafter on the device of the profile, with its number of threads. UserError for another machine or model."""
     torch.set_num_threads(profile.threads)
     on_gpu = torch.cuda.is_available() and profile.device == device_name("cuda")
     target = Target.from_pretrained(settings.target, profile.dtype, "cuda" if on_gpu else "cpu")
     here = device_slug(target.hardware, profile.dtype, profile.threads)
     if here != profile.slug:
         raise UserError(
-            f"{settings.profile}: measured on {profile.slug}, this is {here}; tune with --confirm-live there, or without it here"
+            f"{settings.profile}: measured on {profile.slug}, this is {here}; decode there, or tune here without decoding"
         )
     drafter = load_drafter(settings.drafter, target, profile.dtype)
     for role, found, recorded in (("target", target.fingerprint, manifest.target.fingerprint),
                                   ("drafter", drafter.fingerprint, manifest.drafter.fingerprint)):  # fmt: skip
         if found != recorded:
             raise UserError(
-                f"--{role} {getattr(settings, role)}: not the {role} of the traces ({recorded[:12]}); give that"
+                f"{role} {getattr(settings, role)}: not the {role} of the traces ({recorded[:12]}); give that"
             )
+    return target, drafter
+
+
+def measure_live(settings: LiveSettings, inputs: Inputs, candidates: Mapping[str, Candidate]) -> dict[str, Measured]:
+    """Decode with every candidate, `off` among them. Raises UserError for another machine, model or too few prompts."""
+    profile, manifest = inputs.profile, inputs.traces.manifest
+    target, drafter = load_models(settings, profile, manifest)
     engines = {
         name: Engine(target, drafter, Scorer(predictor, "raw", target.moe_layers, target.experts), None, profile,
                      manifest.pool)
@@ -104,16 +112,21 @@ def held_out(settings: LiveSettings, inputs: Inputs, target: Target) -> list[lis
 
 def compare(candidates: Mapping[str, Candidate], samples: Samples, temperature: float) -> dict[str, Measured]:
     """Every candidate against `off`, prompt by prompt."""
-    speeds = {name: [rate([repeats]) for repeats in samples[name, temperature]] for name in candidates}
+    off = samples["off", temperature]
     found = {}
     for name, one in candidates.items():
-        logs = [math.log(a / b) for a, b in zip(speeds[name], speeds["off"], strict=True)]
+        logs = log_ratios(samples[name, temperature], off)
         mean, half = interval(logs)
         found[name] = Measured(
             policy=str(one.spec), speedup=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half),
             median=float(np.exp(np.median(logs))), tokens_per_second=rate(samples[name, temperature]), prompts=len(logs),
         )  # fmt: skip
     return found
+
+
+def log_ratios(samples: list[list[Sample]], rivals: list[list[Sample]]) -> list[float]:
+    """Of each prompt, the logarithm of how many times faster it was decoded. Both are `[prompt][repeat]`."""
+    return [math.log(rate([mine]) / rate([theirs])) for mine, theirs in zip(samples, rivals, strict=True)]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -44,6 +44,7 @@ def tune_entry(
     entry: Entry, rows: ReplayRows, profile: DeviceProfile, space: Space, trials: int, seed: int = 0, oracle: bool = False
 ) -> tuple[PolicySpec, ReplayResult]:  # fmt: skip
     """The best of `trials` points by replayed tokens per ms, and its replay. `oracle`: selection knows the true routing."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     best: tuple[PolicySpec, ReplayResult] | None = None
 
     def objective(trial: optuna.Trial) -> float:
