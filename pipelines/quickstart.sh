@@ -34,7 +34,7 @@ for acceptance in raw temperature; do
   for budget in $BUDGETS; do policies+=",confidence:budget=$budget,acceptance=$acceptance"; done
 done
 ecospec-runtime bench --bundle "$RUN/bundle" --target "$RUN/target" --prompts "$RUN/bench.jsonl" \
-  --policies "$policies,ratio,throughput,auto" --max-new-tokens "$TOKENS" --screen "$SCREEN" --temperature 0 --temperature 0.7 \
+  --policies "$policies,ratio,prefix,utility,throughput,auto" --max-new-tokens "$TOKENS" --screen "$SCREEN" --temperature 0 --temperature 0.7 \
   --threads "$THREADS" --json "$RUN/bench.json" --plots "$RUN/plots" > "$RUN/bench.txt"
 
 step "generate"
