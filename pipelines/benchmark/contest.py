@@ -14,7 +14,7 @@ from ecospec_runtime.acceptance import AcceptanceKind
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.policies import PolicySpec
 from ecospec_train.replay import ReplayResult, ReplayRows, replay_at_best_price
-from ecospec_train.search_space import MIN_REACHES, START_UP, Space, parameters_of
+from ecospec_train.search_space import MIN_REACHES, START_UP, Space, parameters_of, yardsticks
 
 FITTED: tuple[AcceptanceKind, ...] = ("temperature", "logistic", "head")
 
@@ -62,6 +62,10 @@ def tune_entry(
         return found[1].tokens_per_ms
 
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=min(START_UP, trials // 2))
-    optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=trials)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for point in yardsticks(space):  # those that `tune` always tries
+        if (point["policy"], point["acceptance"] in entry.kinds) == (entry.policy, True):
+            study.enqueue_trial(point)
+    study.optimize(objective, n_trials=trials)
     assert best is not None
     return best
