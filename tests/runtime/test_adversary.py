@@ -69,3 +69,46 @@ def test_drafting_stops_and_is_tried_again(
     else:
         assert stream.statistics.accepted > 20
         assert stream.statistics.passes < TOKENS - 20
+
+
+@pytest.mark.parametrize("policy", [POLICIES[0], "utility:pause=64"])
+def test_what_one_text_showed_holds_for_the_next(
+    target: Target, text: list[int], stub_drafter: Any, policy: str
+) -> None:
+    """Not at another temperature, and not for another engine. Texts that are decoded by turns share it as well."""
+
+    def decode(engine: Engine, temperature: float = 0.0, streams: int = 1) -> int:
+        """Number of drafts."""
+        settings = GenerationConfig(max_new_tokens=16, temperature=temperature, eos_token_id=())
+        running = [engine.generate(PROMPT, settings) for _ in range(streams)]
+        for tokens in zip(*running, strict=True):
+            assert len({token.id for token in tokens}) == 1
+        return sum(stream.statistics.drafts for stream in running)
+
+    engine, drafted = lying(target, text, stub_drafter, policy)
+    first = decode(engine)
+    assert 0 < first == len(drafted) < 15
+    assert decode(engine) == decode(engine) == 0
+    assert decode(engine, 0.7) == first
+    assert decode(engine.with_policy(policy)) == first
+    assert decode(engine.with_policy(policy), streams=3) == first
+
+
+def test_a_pass_that_fails_is_not_remembered(
+    target: Target, text: list[int], stub_drafter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as a gain nor as a loss."""
+    settings = GenerationConfig(max_new_tokens=16, eos_token_id=())
+    for policy in POLICIES:
+        (engine, _), (fresh, _) = (lying(target, text, stub_drafter, policy) for _ in range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_verify", lambda *_: 1 / 0)
+            for _ in range(5):
+                with pytest.raises(ZeroDivisionError):
+                    list(engine.generate(PROMPT, settings))
+        drafts = []
+        for each in (engine, fresh):
+            stream = each.generate(PROMPT, settings)
+            assert [token.id for token in stream] == text[len(PROMPT) :][:16]
+            drafts.append(stream.statistics.drafts)
+        assert drafts[0] == drafts[1]
