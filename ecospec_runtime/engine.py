@@ -3,8 +3,8 @@
     engine = Engine.from_bundle("bundle")
     for token in engine.generate("def fibonacci(n):"): print(token.text, end="")
 
-All state of one decode lives in a `Sequence`; the engine itself holds models and settings only, so that a batch is a list
-of sequences. Legend of shapes: n rows of a pass (root first, then the chosen nodes), F width of the drafter's features.
+All state of one decode lives in a `Sequence`, so that a batch is a list of sequences; the engine itself holds models, settings
+and what its decodes have shown of drafting (`Gate`). Legend of shapes: n rows of a pass (root first, then the chosen nodes), F width of the drafter's features.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class Engine:
         self.scorer = scorer or Scorer(None, "raw", target.moe_layers, target.experts)
         self.pool = pool or PoolConfig()
         self.record_routing, self.reason = record_routing, reason
+        self._gates: dict[float, Gate] = {}  # by sampling temperature
         self.shape = self.pool.cut(depth, min_reach).cut(deepest(policy))
         if policy.drafts and drafter is None:
             raise UserError(f"policy '{policy.name}' needs a drafter; pass one, or use policy 'off'")
@@ -179,7 +180,7 @@ class Engine:
         return base.with_policy(spec, reason)
 
     def with_policy(self, policy: str | PolicySpec, reason: str = "") -> Engine:
-        """An engine that shares this one's models and profile and follows another policy, e.g. "confidence:budget=4"."""
+        """An engine with this one's models and profile, fresh gates and another policy, e.g. "confidence:budget=4"."""
         from ecospec_runtime.policies import build_policy, parse_policy
 
         spec = parse_policy(policy) if isinstance(policy, str) else policy
@@ -209,7 +210,8 @@ class Engine:
             text=TextStream(self.target.tokenizer, ids, config.max_new_tokens, ends, config.stop_strings),
             draft_state=self.drafter.start() if self.drafter is not None and self.policy.drafts else None,
             seen=set(ids) if sampler.penalises else set(),
-            gate=gate_of(self.policy, self.shape.depth), statistics=Statistics(prompt_tokens=len(ids)),
+            gate=self._gates.setdefault(config.temperature, gate_of(self.policy, self.shape.depth)),
+            statistics=Statistics(prompt_tokens=len(ids)),
         )  # fmt: skip
         if read is not None:
             sequence.past = len(ids) - 1

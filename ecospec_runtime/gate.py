@@ -1,17 +1,21 @@
-"""Whether drafting pays at this point of a text: it stops when it has not paid for a while, and is tried again later.
+"""Whether drafting pays at this point of a text: it stops when it has lost more than it may, and is tried again later.
 
-State of one sequence, fed with what each draft costs (see `Outlook`) and with what the target then accepted of it: a drafter
-that is sure of itself and wrong must not go on. No clock, so that replay decides as the engine does.
+What an engine remembers at one sampling temperature, over all its texts. Fed with what each draft costs (see `Outlook`) and with
+what the target then accepted of it: a drafter that is sure of itself and wrong must not go on. No clock, so that replay decides
+as the engine does.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-MEMORY = 0.9  # weight of what was known before in the running mean of gains
-TRUST = 0.2  # tokens per step that drafting is given credit for at the start
-LONGEST = 32  # plain steps between two tries
+LOSS_SHARE = 0.009  # tokens that tries may lose per plain step around them: with the first loss, 1 % of a long text
+TRUST = 2.0  # credit at the start, in tokens
+CHANCE = 20.0  # most credit, in mean squares of a step's gain ...
+MOST = 24.0  # ... and in tokens
+MEMORY = 0.9  # weight of what was known before in the mean square
 
 
 class Outlook(NamedTuple):
@@ -27,7 +31,11 @@ class Outlook(NamedTuple):
 
 
 class Gate(Protocol):
-    """What one sequence remembers of its drafting. Per step: `passes`; if so `record`, and `verified` after the pass."""
+    """What is remembered of drafting. Per step: `passes`; if so `record`, and `verified` after the pass.
+
+    Sequences that are decoded by turns may share one, since a step is over before the next begins. A step that drafts and is
+    not `verified`, because it failed, leaves no trace.
+    """
 
     depth: int | None  # levels that the next step may draft; None: as many as configured
 
@@ -46,10 +54,10 @@ class Gate(Protocol):
 
 @dataclass(kw_only=True)
 class Resting:
-    """The part of a gate that has drafting rest: each try that fails doubles the wait for the next."""
+    """What gates have in common: plain steps to wait for, and the step under way."""
 
     wait: int = 0  # plain steps still to go
-    length: int = 0  # of the last pause; 0: the last try paid
+    outlook: Outlook | None = None  # of the step under way
 
     def passes(self) -> bool:
         """See `Gate`."""
@@ -58,32 +66,39 @@ class Resting:
             return False
         return True
 
-    def rest(self, first: int, most: int) -> None:
-        """Begin a pause: of `first` plain steps, or twice the last one, up to `most`."""
-        self.length = min(2 * self.length, most) if self.length else first
-        self.wait = self.length
+    def record(self, outlook: Outlook) -> None:
+        """See `Gate`."""
+        self.outlook = outlook
+
+
+def repaying(loss: float) -> int:
+    """Plain steps of which `loss` tokens are the share `LOSS_SHARE`."""
+    return math.ceil(loss / LOSS_SHARE)
 
 
 @dataclass
 class DraftGate(Resting):
-    """Shut while the running mean of what drafting gained is negative."""
+    """Drafting has a credit, in tokens: what drafts gain is put by, what they lose is taken off.
 
-    pause: int  # plain steps before the first try; 0: never shut
-    mean: float = TRUST
+    Once it is overdrawn, drafting rests until the debt is `LOSS_SHARE` of the plain steps since, and starts again from nothing. So
+    in no stretch of text, whatever is accepted, does it lose more than its credit, that share of the plain steps, and a step's loss.
+
+    Credit is bounded, so that what other text has gained does not pay for long (the CUSUM test of Page, Biometrika 41, 1954).
+    Chance alone uses up a credit c with probability exp(-2cm/v) where a step gains m with variance v: the bound goes with v.
+    """
+
+    pause: int  # fewest plain steps of a rest; 0: none, drafting never stops
+    credit: float = TRUST
+    square: float = 1.0  # running mean of squared gains
     depth: int | None = None
-    outlook: Outlook | None = None  # of the step under way
-
-    def record(self, outlook: Outlook) -> None:
-        """See `Gate`."""
-        self.outlook = outlook
 
     def verified(self, accepted: int) -> None:
         """See `Gate`."""
         if self.outlook is None or not self.pause:
             return
         gained = accepted - self.outlook.cost
-        self.mean = gained if self.length else MEMORY * self.mean + (1.0 - MEMORY) * gained
-        if self.mean < 0.0:
-            self.rest(self.pause, max(LONGEST, self.pause))
-        else:
-            self.length = 0
+        self.square = MEMORY * self.square + (1.0 - MEMORY) * gained * gained
+        self.credit = min(self.credit + gained, CHANCE * self.square, MOST)
+        if self.credit < 0.0:
+            self.wait = max(self.pause, repaying(-self.credit))
+            self.credit = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import PolicySpec, build_policy, parse_policy
 from ecospec_runtime.predictor import Predictor
-from ecospec_train.replay import ReplayResult, ReplayRows, load_rows, replay
+from ecospec_train.replay import ReplayResult, ReplayRows, load_rows, replay, replay_steps
 from ecospec_train.search_space import is_published
 from ecospec_train.traces import Traces
 from ecospec_train.workers import Point, finished
@@ -256,8 +256,10 @@ def log_gain(
     `rival_rows` are the same positions scored by another predictor, if the rival uses one.
     """
     sides = ((spec, rows), (rival, rival_rows or rows))
-    single = [[replay(s, replace(r, prompts=[prompt]), profile) for prompt in r.prompts] for s, r in sides]
-    totals = np.array([[(r.tokens, r.ms) for r in side] for side in single])  # [2, prompts, 2]
+    totals = np.zeros((2, len(rows.prompts), 2))
+    for total, (side, side_rows) in zip(totals, sides, strict=True):
+        for step in replay_steps(side, side_rows, profile):
+            total[step.prompt] += len(step.record.emitted), step.ms
 
     def gain_of(sums: NDArray[np.float64]) -> NDArray[np.float64]:
         rates = np.log(sums[..., 0] / sums[..., 1])

@@ -5,7 +5,8 @@ through the set; jump ahead by what was emitted. Time is the device profile's, f
 really used. `replay_steps` gives these steps one by one, as the engine records its own; `replay` sums them.
 
 Exact for policies that choose from the recorded pool or cut it, on traces with a pool at every position: in float32 the steps
-are those of the engine on the prompt and the text's first token. Legend: n chosen nodes of a pool.
+are those of an engine that decodes the prompts one after the other, each with its text's first token. What it has seen of drafting
+carries over from prompt to prompt: one gate for the whole replay. Legend: n chosen nodes of a pool.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def replay_steps(
     if kind not in rows.prompts[0].shard.kinds:
         raise UserError(f"policy '{spec}': acceptance={kind} needs a predictor; give one, or use acceptance=raw")
     shape = rows.pool.cut(spec.depth, spec.min_reach).cut(deepest(policy))
+    gate = gate_of(policy, shape.depth)
     chooser = Chooser(policy, policy if isinstance(policy, Pausing) else None, kind, profile, oracle)
     numbered = enumerate(rows.prompts)
     for shard, group in groupby(numbered, key=lambda entry: entry[1].shard):
@@ -113,7 +115,6 @@ def replay_steps(
 
         for number, prompt in prompts:
             span = range(prompt.first - first, prompt.first - first + len(prompt))
-            gate = gate_of(policy, shape.depth)
             for record, draft_ms in follow(cut, span, chooser, gate, rows.end_tokens, max_new_tokens):
                 pass_ms = profile.pass_ms(1 + len(record.tokens), record.union, record.context)
                 yield ReplayStep(number, record, pass_ms + draft_ms, draft_ms)

@@ -50,7 +50,7 @@ class Pausing(Protocol):
     """What a policy adds if drafting shall stop where it does not pay."""
 
     def gate(self, depth: int) -> Gate:
-        """What a new sequence remembers; its pools are at most `depth` levels deep."""
+        """The memory of a new engine, or replay, whose pools are at most `depth` levels deep."""
         ...
 
     def outlook(
@@ -61,7 +61,7 @@ class Pausing(Protocol):
 
 
 def gate_of(policy: Policy, depth: int) -> Gate:
-    """A new sequence's gate; `depth`: most levels of its pools."""
+    """A gate that knows nothing yet; `depth`: most levels of the pools."""
     return policy.gate(depth) if isinstance(policy, Pausing) else DraftGate(pause=0)
 
 

@@ -17,12 +17,12 @@ from pydantic import Field
 
 from ecospec_runtime.config import Config
 from ecospec_runtime.device_profile import DeviceProfile
-from ecospec_runtime.gate import Outlook, Resting
+from ecospec_runtime.gate import Outlook, Resting, repaying
 from ecospec_runtime.policies.base import flat_node_ms, reach_probabilities
 from ecospec_runtime.pool import Candidates
 
 FIRST = 2  # length of the first chain
-BACK_OFF = 16  # pauses grow up to this many times the first
+BACK_OFF = 16  # pauses grow up to this many times the first, or until they repay the test that failed
 
 
 class UtilityPolicy(Config):
@@ -80,30 +80,31 @@ class UtilityGate(Resting):
     policy: UtilityPolicy
     longest: int
     depth: int | None = None
+    off: int = 0  # plain steps of the last pause; 0: the last test found a length that pays
     holding: bool = False  # keeping a length; else testing it
     steps: int = 0  # so far with this length, and in them ...
     tokens: float = 0.0  # ... tokens of target and drafter, and
     cost: float = 0.0  # ... time, in plain steps
     tried: dict[int, float] = field(default_factory=dict)  # utility by length, of this test
+    lost: float = 0.0  # by this test, in tokens
 
     def __post_init__(self) -> None:
         self.depth = min(FIRST, self.longest)
 
-    def record(self, outlook: Outlook) -> None:
-        """See `gate.Gate`."""
-        self.cost += 1.0 + outlook.cost
-
     def verified(self, accepted: int) -> None:
         """See `gate.Gate`."""
+        assert self.outlook is not None
         self.tokens += 1 + accepted
+        self.cost += 1.0 + self.outlook.cost
         self.steps += 1
         if self.steps < (self.policy.hold if self.holding else self.policy.trial):
             return
-        assert self.depth is not None
         if self.holding:
             self.holding = False
         else:
+            assert self.depth is not None
             self.tried[self.depth] = self.tokens / self.cost
+            self.lost += self.cost - self.tokens
             self.depth = self._next_length() or self._conclude()
         self.steps, self.tokens, self.cost = 0, 0.0, 0.0
 
@@ -120,8 +121,9 @@ class UtilityGate(Resting):
         best = max(self.tried, key=self.tried.__getitem__)
         self.holding = self.tried[best] >= 1.0
         if self.holding:
-            self.length = 0
+            self.off = 0
         else:
-            self.rest(self.policy.pause, BACK_OFF * self.policy.pause)
-        self.tried = {}
+            longest = max(BACK_OFF * self.policy.pause, repaying(self.lost))
+            self.wait = self.off = min(2 * self.off, longest) if self.off else self.policy.pause
+        self.tried, self.lost = {}, 0.0
         return best

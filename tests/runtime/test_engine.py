@@ -289,15 +289,15 @@ def test_invalid_tree_names_the_policy(target: Target, prompts: list[list[int]],
 def test_paused_drafter_catches_up(
     target: Target, prompts: list[list[int]], texts: list[list[int]], drafters: Any
 ) -> None:
-    """While drafting does not pay it rests, longer and longer; the stub checks that no row is lost when it is tried again."""
+    """While drafting does not pay it rests; the stub checks that no row is lost when it is tried again."""
     policy = FixedPolicy(lambda pool: [])
-    policy.gate, policy.outlook = lambda depth: DraftGate(pause=4), lambda *_: Outlook(0.0, 3.0)  # type: ignore[attr-defined]
+    policy.gate, policy.outlook = lambda depth: DraftGate(4, credit=0.0), lambda *_: Outlook(0.0, 0.1)  # type: ignore[attr-defined]
     drafter = drafters("oracle", texts)
     stream = engine_for(target, drafter, policy).generate(
         prompts[0], GenerationConfig(max_new_tokens=30, eos_token_id=())
     )
     assert [token.id for token in stream] == texts[0][12:42]
-    # Drafts at steps 0, 5, 14, 31 (pauses of 4, 8, 16, 32) of 30, of which the last has no room for a draft.
+    # A draft that loses 0.1 tokens is repaid by 12 plain steps: drafts at steps 0, 13 and 26.
     assert drafter.expansions == stream.statistics.drafts == 3
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecospec_runtime.gate import Outlook
+from ecospec_runtime.gate import LOSS_SHARE, Outlook, repaying
 from ecospec_runtime.policies.utility import BACK_OFF, UtilityGate, UtilityPolicy
 from tests.pools import make_candidates, make_profile
 
@@ -84,4 +84,24 @@ def test_never_off_for_ever(longest: int, trial: int, trials: int, pause: int, d
     step = iter(range(10**6))
     found = lengths(policy.gate(longest), lambda k: min(k, outcomes[next(step) % len(outcomes)]), 1000)
     assert max(found) <= longest
-    assert max((count for length, count in runs(found) if length == 0), default=0) <= BACK_OFF * pause
+    most_lost = 0.2 * longest * trial * trials
+    assert max((count for length, count in runs(found) if length == 0), default=0) <= max(
+        BACK_OFF * pause, most_lost / LOSS_SHARE + 1
+    )
+
+
+def test_a_dear_test_is_off_for_as_long_as_repays_it() -> None:
+    """Four steps of a chain of one lose 1.2 tokens a test, those of two twice that; sixteen pauses of 2 would repay 0.3."""
+    found = runs(lengths(UtilityPolicy(pause=2).gate(6), lambda k: 0, 2000, cost=0.3))
+    assert [count for length, count in found if length == 0][:8] == [2, 4, 8, 16, 32, 64, 128, 134]
+    assert repaying(1.2) == 134
+
+
+def test_a_step_that_failed_leaves_no_trace() -> None:
+    gates = [UtilityPolicy(trial=1).gate(4) for _ in range(2)]
+    gates[0].record(Outlook(0.0, 9.0))
+    for gate in gates:
+        assert gate.passes()
+        gate.record(Outlook(0.0, 0.2))
+        gate.verified(1)
+    assert gates[0] == gates[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ecospec_runtime import gate
 from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights
 from ecospec_runtime.architectures import Architecture, save
 from ecospec_runtime.config import GenerationConfig, PoolConfig
@@ -46,6 +47,7 @@ CASES = [f"{kind} {t}" for kind in ("stub", "eagle3", "mtp", "ngram") for t in (
 EVERYWHERE = ["confidence:budget=6,acceptance=head,min_reach=0.02", "ratio:budget=5,acceptance=temperature,depth=2",
               "throughput:price=0.4,acceptance=head,min_reach=0.03,pause=2"]  # fmt: skip
 PAUSING = "throughput:price=40,acceptance=logistic,min_reach=0.3,pause=2"
+REMEMBERING = ["throughput:price=10,acceptance=head,min_reach=0.03,pause=1", PAUSING, "utility:trial=1,hold=2,pause=4"]
 OF_STUB = [
     "off", "confidence:budget=4,acceptance=raw", "confidence:budget=3,acceptance=logistic,depth=2",
     "confidence:budget=8,acceptance=temperature", "ratio:budget=5,acceptance=head",
@@ -179,12 +181,16 @@ def knowing(texts: list[list[int]], ended: list[int]) -> Callable[[list[int], li
     return propose
 
 
-def live(case: Case, text: str, number: int, count: int) -> list[PassRecord]:
-    """The engine's passes over `count` tokens after a recorded prompt and its text's first token."""
+def engine_for(case: Case, text: str) -> Engine:
+    """An engine that has decoded nothing yet."""
     spec = parse_policy(text)
     scorer = Scorer(Opinionated(case.target), spec.acceptance_kind("head"), case.rows.layers, case.target.experts)  # type: ignore[arg-type]
-    engine = Engine(case.target, case.drafter, scorer, build_policy(spec), PROFILE, SHAPE, depth=spec.depth,
-                    min_reach=spec.min_reach, record_routing=True)  # fmt: skip
+    return Engine(case.target, case.drafter, scorer, build_policy(spec), PROFILE, SHAPE, depth=spec.depth,
+                  min_reach=spec.min_reach, record_routing=True)  # fmt: skip
+
+
+def live(engine: Engine, case: Case, number: int, count: int) -> list[PassRecord]:
+    """The engine's passes over `count` tokens after a recorded prompt and its text's first token."""
     ids, seed = case.starts[number]
     settings = GenerationConfig(max_new_tokens=count, temperature=case.temperature, seed=seed)
     stream = engine.generate(ids, settings)
@@ -194,10 +200,24 @@ def live(case: Case, text: str, number: int, count: int) -> list[PassRecord]:
     return steps
 
 
-def replayed(case: Case, text: str, number: int, count: int) -> list[PassRecord]:
-    """The passes that replay foretells."""
-    rows = replace(case.rows, prompts=[case.rows.prompts[number]])
-    return [s.record for s in replay_steps(parse_policy(text), rows, PROFILE, max_new_tokens=count)]
+def replayed(case: Case, text: str, numbers: Iterable[int], count: int) -> list[list[PassRecord]]:
+    """The passes that replay of some prompts foretells, by prompt."""
+    rows = replace(case.rows, prompts=[case.rows.prompts[number] for number in numbers])
+    found: list[list[PassRecord]] = [[] for _ in rows.prompts]
+    for step in replay_steps(parse_policy(text), rows, PROFILE, max_new_tokens=count):
+        found[step.prompt].append(step.record)
+    return found
+
+
+def one_by_one(case: Case, text: str, number: int, count: int) -> tuple[list[PassRecord], list[PassRecord]]:
+    """A prompt's passes without a memory of others: decoded and replayed."""
+    return live(engine_for(case, text), case, number, count), replayed(case, text, [number], count)[0]
+
+
+def in_a_row(case: Case, text: str, count: int) -> tuple[list[list[PassRecord]], list[list[PassRecord]]]:
+    """The passes of all prompts, each with the memory of those before it: decoded and replayed."""
+    engine, numbers = engine_for(case, text), range(len(case.rows.prompts))
+    return [live(engine, case, number, count) for number in numbers], replayed(case, text, numbers, count)
 
 
 def lengths(case: Case, number: int) -> list[int]:
@@ -214,8 +234,8 @@ def test_every_pass_is_the_engines(case: Case) -> None:
         passes: list[PassRecord] = []
         for number in range(len(case.rows.prompts)):
             for count in lengths(case, number):
-                expected = live(case, text, number, count)
-                assert replayed(case, text, number, count) == expected, f"{text}, prompt {number}, {count} tokens"
+                expected, foretold = one_by_one(case, text, number, count)
+                assert foretold == expected, f"{text}, prompt {number}, {count} tokens"
                 passes += expected
         assert any(step.drafted for step in passes) == (text != "off")
         accepted += sum(step.accepted for step in passes)
@@ -226,6 +246,19 @@ def test_every_pass_is_the_engines(case: Case) -> None:
     assert branched > 5
     assert accepted > (80 if case.kind == "stub" else 8)
     assert past_end > 0 or case.kind != "stub"
+
+
+@pytest.mark.parametrize("text", REMEMBERING)
+def test_every_pass_of_texts_decoded_in_a_row_is_the_engines(
+    case: Case, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine has seen of drafting carries over to the next text, and would be missed on either side."""
+    monkeypatch.setattr(gate, "LOSS_SHARE", 0.2)  # rests that end within texts so short
+    for count in (LENGTH - 3, LENGTH):
+        decoded, foretold = in_a_row(case, text, count)
+        assert foretold == decoded
+    for alone in zip(*(one_by_one(case, text, i, LENGTH) for i in range(len(decoded))), strict=True):
+        assert list(alone) != decoded
 
 
 @pytest.mark.parametrize("case", CASES[:1], indirect=True)
@@ -243,9 +276,8 @@ def test_totals_are_sums_of_steps(case: Case) -> None:
 def test_a_wrong_replay_is_noticed(case: Case, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison fails when replay forgets an expert, never pauses, or reads past an end token."""
     texts = {"gate": [PAUSING], "union": OF_STUB[1:2], "end": OF_STUB[1:5]}[broken]
-    runs = [(text, i, lengths(case, i)[0]) for text in texts for i in range(len(case.rows.prompts))]
-    expected = [live(case, *run) for run in runs]
-    assert [replayed(case, *run) for run in runs] == expected
+    found = [in_a_row(case, text, LENGTH) for text in texts]
+    assert all(decoded == foretold for decoded, foretold in found)
     if broken == "union":
         as_mask = replay_module.as_mask
         monkeypatch.setattr(replay_module, "as_mask", lambda experts: as_mask(experts) & (as_mask(experts) - 1))
@@ -253,4 +285,5 @@ def test_a_wrong_replay_is_noticed(case: Case, broken: str, monkeypatch: pytest.
         monkeypatch.setattr(replay_module, "gate_of", lambda policy, depth: DraftGate(pause=0))
     else:
         case = case._replace(rows=replace(case.rows, end_tokens=()))
-    assert [replayed(case, *run) for run in runs] != expected
+    everyone = range(len(case.rows.prompts))
+    assert [replayed(case, text, everyone, LENGTH) for text in texts] != [decoded for decoded, _ in found]

@@ -285,11 +285,13 @@ def test_mistakes_are_one_clear_line(config: TuneConfig, tmp_path: Path) -> None
 def test_the_search_must_beat_what_needed_none_by_more_than_chance(config: TuneConfig) -> None:
     rows = load_rows(Traces(config.traces), NearlyRightPredictor())  # type: ignore[arg-type]
     profile = load_profile(config.profile)
+    resting = parse_policy("throughput:price=20,acceptance=raw")
     one, other = (parse_policy(f"confidence:budget={m}") for m in (2, 8))
-    gained, error = log_gain(one, other, rows, profile)
-    rates = [replay(spec, rows, profile).tokens_per_ms for spec in (one, other)]
-    assert gained == pytest.approx(np.log(rates[0] / rates[1]))
-    assert 0.0 < error < 1.0
+    for spec, rival in ((resting, other), (one, other)):
+        gained, error = log_gain(spec, rival, rows, profile)
+        rates = [replay(s, rows, profile).tokens_per_ms for s in (spec, rival)]
+        assert gained == pytest.approx(np.log(rates[0] / rates[1])), "a policy remembers the prompts before"
+        assert 0.0 < error < 1.0
     assert log_gain(one, one, rows, profile) == (0.0, 0.0)
     alone = replace(rows, prompts=rows.prompts[:1])
     assert log_gain(one, other, alone, profile)[1] == 0.0
