@@ -25,7 +25,16 @@ METHOD = (
     "prompt in one process in rotating order after a warm-up; tokens_per_second is the ratio of sums over prompts, quartiles "
     "are over prompts; ratios are over the prompts that both policies ran; speedup_vs_confidence is against the fastest `confidence` with acceptance raw of the same temperature"
 )
-PER_PASS = ("accept_length", "experts_per_layer", "nodes", "draft_ms", "predict_ms", "select_ms", "verify_ms")
+PER_PASS = (
+    "accept_length",
+    "experts_per_layer",
+    "nodes",
+    "drafted",
+    "draft_ms",
+    "predict_ms",
+    "select_ms",
+    "verify_ms",
+)
 WARM_UP_TOKENS = 12
 SCREEN_KEEP = 3  # `confidence` policies of an acceptance model that go on after the screening
 

@@ -65,6 +65,11 @@ class Statistics:
         return self._per_pass(self.verified)
 
     @property
+    def drafted(self) -> float:
+        """Share of the passes for which the drafter ran."""
+        return self._per_pass(self.drafts)
+
+    @property
     def draft_ms(self) -> float:
         """Catching up and expanding, ms per pass."""
         return 1000 * self._per_pass(self.draft_seconds)
