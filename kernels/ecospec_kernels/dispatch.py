@@ -149,16 +149,18 @@ def expert_mlp(
     hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
 ) -> Tensor:
     """Experts of one MoE layer -> [n, D] in hidden's dtype; `rest`: gate and biases, see `expert_mlp/reference.py`."""
-    module = _choose("expert_mlp", supports_experts(hidden_ND, index_NK, weight_NK, gate_up, down, *rest[1:]))
-    return module.expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down, *rest)  # type: ignore[no-any-return]
+    arguments = hidden_ND, index_NK, weight_NK, gate_up, down, *rest
+    fused = _fused("expert_mlp", *arguments)
+    module = _choose("expert_mlp", not fused and supports_experts(*arguments[:5], *rest[1:]), fused)
+    return module.expert_mlp(*arguments)  # type: ignore[no-any-return]
 
 
-def cpu_experts(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
-) -> Tensor:
-    """`expert_mlp` for a caller with its own fallback, who has asked `supports_experts`."""
-    _count("expert_mlp", "cpu")
-    return _module("expert_mlp", "cpu").expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down, *rest)  # type: ignore[no-any-return]
+def fast_experts(*arguments: Any) -> Tensor | None:
+    """`expert_mlp` by a kernel, or None where only the reference takes the call: for a caller with its own fallback."""
+    fused = _fused("expert_mlp", *arguments)
+    if not fused and not supports_experts(*arguments[:5], *arguments[6:]):
+        return None
+    return _choose("expert_mlp", True, fused).expert_mlp(*arguments)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

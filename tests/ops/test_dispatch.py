@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ecospec_kernels import dispatch
+from ecospec_kernels.expert_mlp.reference import SWIGLU
 
-from .cases import BF16, FP32, random, routing
+from .cases import BF16, FP32, random, routing, under_interpreter
 
 KERNELS = Path(dispatch.__file__).parents[1]
 BLOCKER = """
@@ -139,3 +140,18 @@ def test_experts_go_where_they_belong(calls: dict[tuple[str, str], int]) -> None
     arguments[3] = arguments[3].mT.contiguous().mT
     dispatch.expert_mlp(*arguments)
     assert calls == {("expert_mlp", "cpu"): 1, ("expert_mlp", "reference"): 1}
+
+
+@under_interpreter
+@torch.no_grad()
+def test_experts_go_to_triton_where_it_runs(calls: dict[tuple[str, str], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "runs_triton", lambda t: True)
+    arguments = [random(1, 2, 32), routing(2, 2, 6, 2), random(3, 2, 2), random(4, 6, 32, 32), random(5, 6, 32, 16)]
+    dispatch.expert_mlp(*arguments)
+    assert dispatch.fast_experts(*arguments) is not None
+    assert calls == {("expert_mlp", "fused"): 2}
+    arguments[0] = arguments[0].double()
+    assert dispatch.fast_experts(*arguments, SWIGLU) is None
+    dispatch.expert_mlp(*arguments)
+    assert calls == {("expert_mlp", "fused"): 2, ("expert_mlp", "reference"): 1}
