@@ -4,6 +4,8 @@
 #   make reference   train a reference target and drafter like the committed ones (under three hours); from the committed
 #                    one, with FAMILY=gpt-oss or FAMILY=deepseek-v3, a reference of that architecture (within 90 minutes)
 #   make lint        ruff and mypy
+#   make kernels-aot compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942; a table of registers, spills and
+#                    shared memory (some minutes; needs no GPU)
 # PYTHON=...   another interpreter (3.11 to 3.13).  PIP_ARGS=...  for example another index of torch builds.
 
 SHELL := /bin/bash
@@ -21,7 +23,7 @@ RUN := runs/quickstart
 MODEL := pipelines/reference/model
 JOBS ?= auto
 
-.PHONY: install test quickstart reference lint format constraints clean
+.PHONY: install test quickstart reference lint format kernels-aot constraints clean
 
 install: $(STAMP)
 
@@ -43,6 +45,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+kernels-aot: $(STAMP)
+	$(BIN)/python -m ecospec_kernels.aot $(ARGS)
 
 constraints: $(STAMP)
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude ecospec | sed 's/+cpu$$//' | grep -v '^-e'; } > constraints.new

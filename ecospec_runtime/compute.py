@@ -57,9 +57,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         self._ecospec_gate = gate_of(self)
     if self._ecospec_gate is not None:
         gate_up, down, *biases = expert_weights(self)
-        if dispatch.supports_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, *biases):  # type: ignore[arg-type]
-            rest = (self._ecospec_gate, *biases)
-            return dispatch.cpu_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, *rest)  # type: ignore[arg-type]
+        rest = gate_up, down, self._ecospec_gate, *biases
+        out = dispatch.fast_experts(hidden_states, top_k_index, top_k_weights, *rest)
+        if out is not None:
+            return out
     return module_experts(self, hidden_states, top_k_index, top_k_weights)
 
 

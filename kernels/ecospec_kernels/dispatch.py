@@ -1,13 +1,16 @@
 """Chooses the implementation of each op.
 
-One rule: on a CPU, with numba installed, for the dtypes and shapes that a kernel takes: that kernel (`cpu`). Everything
-else: `reference`. `ECOSPEC_KERNELS=reference` in the environment (read at import) switches the kernels off. `CALLS`
-counts what ran, by (op, implementation).
+One rule: tensors on a CUDA or ROCm device, of a shape that the op's Triton kernel takes: that kernel (`fused`). On a CPU,
+with numba installed, for the dtypes and shapes that a kernel takes: that kernel (`cpu`). Everything else: `reference`.
+`ECOSPEC_KERNELS` in the environment (read at import) names the only kernels that may run: `reference` (none), `cpu`, or
+`fused`, which under Triton's interpreter (`TRITON_INTERPRET=1`) takes CPU tensors too. `CALLS` counts what ran, by
+(op, implementation); the first call of each is logged.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections import Counter
 from functools import cache
@@ -21,7 +24,11 @@ from torch import Tensor
 
 from ecospec_kernels.lanes import LANES
 
-ENABLED = os.environ.get("ECOSPEC_KERNELS") != "reference" and importlib.util.find_spec("numba") is not None
+OVERRIDE = os.environ.get("ECOSPEC_KERNELS", "")
+if OVERRIDE not in ("", "reference", "cpu", "fused"):
+    raise ValueError(f"ECOSPEC_KERNELS={OVERRIDE} in the environment: unset it or set reference, cpu or fused")
+ENABLED = OVERRIDE in ("", "cpu") and importlib.util.find_spec("numba") is not None  # the CPU kernels
+_LOGGER = logging.getLogger(__name__)
 CALLS: Counter[tuple[str, str]] = Counter()
 MAX_ROWS = 64  # a drafted pool and its root; larger passes are bound by arithmetic
 
@@ -34,6 +41,23 @@ def native_bf16() -> bool:
 
 
 @cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def interprets() -> bool:
+    """Whether Triton kernels run on CPU tensors here: asked for, and interpreted."""
+    return OVERRIDE == "fused" and os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+
+
+def runs_triton(t: Tensor) -> bool:
+    """Whether Triton kernels may run on the device of `t`."""
+    return OVERRIDE in ("", "fused") and has_triton() if t.is_cuda else t.is_cpu and interprets()
+
+
+@cache
 def _module(op: str, implementation: str) -> ModuleType:
     return import_module(f"ecospec_kernels.{op}.{implementation}")
 
@@ -43,9 +67,29 @@ def compiles_first() -> bool:
     return ENABLED and bool(import_module("ecospec_kernels.blocks").is_cold())
 
 
-def _choose(op: str, supported: bool) -> ModuleType:
-    implementation = "cpu" if supported else "reference"
+@cache
+def _log(op: str, implementation: str) -> None:
+    _LOGGER.info("%s runs its implementation `%s`", op, implementation)
+
+
+def _count(op: str, implementation: str) -> None:
     CALLS[op, implementation] += 1
+    _log(op, implementation)
+
+
+def _fused(op: str, *arguments: Any) -> bool:
+    """Whether the Triton kernel of `op` takes these arguments, by its own `unsupported`; the first lies on the device."""
+    return (
+        runs_triton(arguments[0])
+        and not torch.is_grad_enabled()
+        and _module(op, "fused").unsupported(*arguments) is None
+    )
+
+
+def _choose(op: str, cpu: bool, fused: bool = False) -> ModuleType:
+    """The module that runs `op`, given which kernels take the call; counts it."""
+    implementation = "fused" if fused else "cpu" if cpu else "reference"
+    _count(op, implementation)
     return _module(op, implementation)
 
 
@@ -82,7 +126,7 @@ def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A drop-in `F.linear`: the CPU kernel where it is taken, else torch's own product in the inputs' dtype."""
     if supports_linear(x, weight, bias):
-        CALLS["few_row_linear", "cpu"] += 1
+        _count("few_row_linear", "cpu")
         return _module("few_row_linear", "cpu").few_row_linear(x, weight, bias)  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
@@ -105,16 +149,18 @@ def expert_mlp(
     hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
 ) -> Tensor:
     """Experts of one MoE layer -> [n, D] in hidden's dtype; `rest`: gate and biases, see `expert_mlp/reference.py`."""
-    module = _choose("expert_mlp", supports_experts(hidden_ND, index_NK, weight_NK, gate_up, down, *rest[1:]))
-    return module.expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down, *rest)  # type: ignore[no-any-return]
+    arguments = hidden_ND, index_NK, weight_NK, gate_up, down, *rest
+    fused = _fused("expert_mlp", *arguments)
+    module = _choose("expert_mlp", not fused and supports_experts(*arguments[:5], *rest[1:]), fused)
+    return module.expert_mlp(*arguments)  # type: ignore[no-any-return]
 
 
-def cpu_experts(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
-) -> Tensor:
-    """`expert_mlp` for a caller with its own fallback, who has asked `supports_experts`."""
-    CALLS["expert_mlp", "cpu"] += 1
-    return _module("expert_mlp", "cpu").expert_mlp(hidden_ND, index_NK, weight_NK, gate_up, down, *rest)  # type: ignore[no-any-return]
+def fast_experts(*arguments: Any) -> Tensor | None:
+    """`expert_mlp` by a kernel, or None where only the reference takes the call: for a caller with its own fallback."""
+    fused = _fused("expert_mlp", *arguments)
+    if not fused and not supports_experts(*arguments[:5], *arguments[6:]):
+        return None
+    return _choose("expert_mlp", True, fused).expert_mlp(*arguments)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

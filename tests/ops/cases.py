@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 import torch
 from torch import Tensor
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+under_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for a GPU here"
+)
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = FP32, scale: float = 1.0) -> Tensor:
@@ -22,10 +28,10 @@ def routing(seed: int, n: int, experts: int, top_k: int, used: int | None = None
 def assert_near(result: Tensor, expected: Tensor) -> None:
     """Equal up to one rounding of the output's dtype, measured on the scale of the whole output.
 
-    Both sides accumulate in fp32 (relative error about 1e-6 of the largest partial sum) and round once, so bf16 results
-    differ by at most one unit in the last place (at most 2^-7 relative) where the fp32 sums straddle a rounding boundary.
+    Both sides accumulate in fp32 (relative error about 1e-6 of the largest partial sum) and round once, so 16-bit results
+    differ by at most one unit in the last place (at most 2^-7 of a bf16 number, 2^-10 of an fp16 one) where the fp32 sums straddle a rounding boundary.
     """
     assert result.shape == expected.shape and result.dtype == expected.dtype
     scale = float(expected.abs().max())
-    step = 2**-7 if expected.dtype == BF16 else 5e-6
+    step = {BF16: 2**-7, FP16: 2**-10, FP32: 5e-6}[expected.dtype]
     torch.testing.assert_close(result.float(), expected.float(), rtol=step, atol=2e-6 * scale)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ecospec_kernels import dispatch
+from ecospec_kernels.expert_mlp.reference import SWIGLU
 
-from .cases import BF16, FP32, random, routing
+from .cases import BF16, FP32, random, routing, under_interpreter
 
 KERNELS = Path(dispatch.__file__).parents[1]
 BLOCKER = """
@@ -47,8 +51,43 @@ def test_without_numba_the_reference_runs() -> None:
     assert run(BLOCKER + BODY) == "fine"
 
 
-def test_the_environment_switches_kernels_off() -> None:
-    assert run(BODY, ECOSPEC_KERNELS="reference") == "fine"
+@pytest.mark.parametrize("override", ["reference", "fused"])
+def test_the_environment_switches_cpu_kernels_off(override: str) -> None:
+    assert run(BODY, ECOSPEC_KERNELS=override) == "fine"
+
+
+@pytest.mark.parametrize(
+    ("override", "interpreted", "expected"),
+    [("fused", "1", "True"), ("fused", "0", "False"), ("", "1", "False"), ("cpu", "1", "False")],
+)
+def test_triton_takes_cpu_tensors_only_when_asked(override: str, interpreted: str, expected: str) -> None:
+    pytest.importorskip("triton")
+    code = "import torch; from ecospec_kernels import dispatch; print(dispatch.runs_triton(torch.ones(1)))"
+    assert run(code, ECOSPEC_KERNELS=override, TRITON_INTERPRET=interpreted) == expected
+
+
+def test_an_unknown_override_is_refused() -> None:
+    with pytest.raises(AssertionError, match="ECOSPEC_KERNELS=fast in the environment: unset it or set"):
+        run(BODY, ECOSPEC_KERNELS="fast")
+
+
+@torch.no_grad()
+def test_a_triton_kernel_runs_where_it_takes_the_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its `unsupported`; the choice is counted each time and logged once."""
+    stand_in = SimpleNamespace(unsupported=lambda x: "empty" if x.numel() == 0 else None)
+    monkeypatch.setattr(dispatch, "runs_triton", lambda t: True)
+    monkeypatch.setattr(dispatch, "_module", lambda op, implementation: stand_in)
+    monkeypatch.setattr(dispatch, "CALLS", Counter())
+    dispatch._log.cache_clear()
+    caplog.set_level(logging.INFO)
+    for x in (torch.ones(2), torch.ones(3), torch.ones(0)):
+        dispatch._choose("some_op", False, dispatch._fused("some_op", x))
+    assert dispatch.CALLS == {("some_op", "fused"): 2, ("some_op", "reference"): 1}
+    assert len([r for r in caplog.records if "some_op" in r.message]) == 2
+    with torch.enable_grad():
+        assert not dispatch._fused("some_op", torch.ones(2))
 
 
 @pytest.fixture
@@ -101,3 +140,18 @@ def test_experts_go_where_they_belong(calls: dict[tuple[str, str], int]) -> None
     arguments[3] = arguments[3].mT.contiguous().mT
     dispatch.expert_mlp(*arguments)
     assert calls == {("expert_mlp", "cpu"): 1, ("expert_mlp", "reference"): 1}
+
+
+@under_interpreter
+@torch.no_grad()
+def test_experts_go_to_triton_where_it_runs(calls: dict[tuple[str, str], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "runs_triton", lambda t: True)
+    arguments = [random(1, 2, 32), routing(2, 2, 6, 2), random(3, 2, 2), random(4, 6, 32, 32), random(5, 6, 32, 16)]
+    dispatch.expert_mlp(*arguments)
+    assert dispatch.fast_experts(*arguments) is not None
+    assert calls == {("expert_mlp", "fused"): 2}
+    arguments[0] = arguments[0].double()
+    assert dispatch.fast_experts(*arguments, SWIGLU) is None
+    dispatch.expert_mlp(*arguments)
+    assert calls == {("expert_mlp", "fused"): 2, ("expert_mlp", "reference"): 1}
