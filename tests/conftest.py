@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "1")  # read when Triton is first imported
 
 import numpy as np
 import pytest

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
+T = TypeVar("T")
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = FP32, scale: float = 1.0) -> Tensor:
@@ -29,3 +33,12 @@ def assert_near(result: Tensor, expected: Tensor) -> None:
     scale = float(expected.abs().max())
     step = 2**-7 if expected.dtype == BF16 else 5e-6
     torch.testing.assert_close(result.float(), expected.float(), rtol=step, atol=2e-6 * scale)
+
+
+def poisoned(op: Callable[..., T], *arguments: object) -> T:
+    """Run an op while `torch.empty` gives NaN, or the largest integer: an output that is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return op(*arguments)
+    finally:
+        torch.use_deterministic_algorithms(False)
