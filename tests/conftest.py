@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "1")  # read when Triton is first imported
+
 import numpy as np
 import pytest
 import torch

@@ -212,3 +212,26 @@ def draft_tree(w: Any, before_H: Tensor, root_H: Tensor, rope: Any, keys_GPD: Te
     small = min(shape.beam, shape.width) <= MAX_ROWS
     module = _choose("draft_tree", supported and small and not torch.is_grad_enabled())
     return module.draft_tree(w, before_H, root_H, rope, keys_GPD, values_GPD, shape, temperatures, noise_dV)
+
+
+def select_nodes(reach_n: Tensor, parents_n: Tensor, masks_nLW: Tensor, root_LW: Tensor, rule: Any, budget: int) -> Any:
+    """A verification set -> `Selection`; see `select_nodes/reference.py`."""
+    arguments = reach_n, parents_n, masks_nLW, root_LW, rule, budget
+    return _choose("select_nodes", False, _fused("select_nodes", *arguments)).select_nodes(*arguments)
+
+
+def verify_tree(next_R: Tensor, tokens_n: Tensor, parents_n: Tensor) -> Any:
+    """The path that a pass accepts -> `Accepted`; see `verify_tree/reference.py`."""
+    arguments = next_R, tokens_n, parents_n
+    return _choose("verify_tree", False, _fused("verify_tree", *arguments)).verify_tree(*arguments)
+
+
+def argmax_rows(logits_RV: Tensor) -> Tensor:
+    """Lowest id of the largest logit of each row -> [R] int64; see `argmax_rows/reference.py`."""
+    return _choose("argmax_rows", False, _fused("argmax_rows", logits_RV)).argmax_rows(logits_RV)  # type: ignore[no-any-return]
+
+
+def commit_path(keys_HCD: Tensor, values_HCE: Tensor, rows_m: Tensor, count: Tensor, past: Tensor) -> Tensor:
+    """Keep the accepted rows of a pass, in place -> committed rows [1]; see `commit_path/reference.py`."""
+    arguments = keys_HCD, values_HCE, rows_m, count, past
+    return _choose("commit_path", False, _fused("commit_path", *arguments)).commit_path(*arguments)  # type: ignore[no-any-return]

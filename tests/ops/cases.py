@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+T = TypeVar("T")
 under_interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for a GPU here"
 )
@@ -35,3 +38,12 @@ def assert_near(result: Tensor, expected: Tensor) -> None:
     scale = float(expected.abs().max())
     step = {BF16: 2**-7, FP16: 2**-10, FP32: 5e-6}[expected.dtype]
     torch.testing.assert_close(result.float(), expected.float(), rtol=step, atol=2e-6 * scale)
+
+
+def poisoned(op: Callable[..., T], *arguments: object) -> T:
+    """Run an op while `torch.empty` gives NaN, or the largest integer: an output that is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return op(*arguments)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,1 @@
+"""The op `argmax_rows`."""

@@ -1,0 +1,1 @@
+"""The op `commit_path`."""

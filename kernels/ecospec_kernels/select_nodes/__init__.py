@@ -1,0 +1,1 @@
+"""The op `select_nodes`."""

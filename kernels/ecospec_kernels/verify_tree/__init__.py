@@ -1,0 +1,1 @@
+"""The op `verify_tree`."""
