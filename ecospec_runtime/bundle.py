@@ -20,7 +20,7 @@ from ecospec_runtime.acceptance import AcceptanceKind, AcceptanceModel
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.machine import device_slug
+from ecospec_runtime.machine import device_slug, other_versions
 from ecospec_runtime.policies import PolicySpec, build_policy
 from ecospec_runtime.pool import Features
 from ecospec_runtime.predictor import ONNX_FILE, Predictor, PredictorManifest, check_interface, open_session
@@ -156,7 +156,7 @@ class Bundle:
         return sorted(p.threads for p in profiles if (p.device, p.dtype) == (device, dtype))
 
     def policy_for(self, device: str, dtype: str, threads: int) -> Picked:
-        """What to use on a device: the policy tuned for it.
+        """What to use on a device: the policy tuned for it, with a warning if it was with other versions of what decides speed.
 
         Else, with a warning, what was tuned for the same device with another dtype or number of threads, the nearest; on a
         device that is not in the bundle, plain decoding, which is never slower.
@@ -164,7 +164,9 @@ class Bundle:
         slug = device_slug(device, dtype, threads)
         if slug in self.policies:
             tuned = self.policies[slug]
-            return Picked(tuned.spec, tuned.profile, tuned.reason)
+            changed = other_versions(tuned.profile.versions)
+            warning = f"{self.folder}: measured with {changed}; speeds may differ: run `ecospec-train profile` and `tune` again"
+            return Picked(tuned.spec, tuned.profile, tuned.reason, warning if changed else "")
         missing = f"{self.folder / 'policies'}: no policy for this device ({slug})"
         remedy = "run `ecospec-train profile`, `tune` and `export` here, or name a policy with --policy"
         near = [policy for policy in self.policies.values() if policy.profile.device == device]

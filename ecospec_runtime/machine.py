@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from ecospec_runtime.errors import UserError, first_line
 
 PACKAGES = ("ecospec", "torch", "transformers", "triton", "onnxruntime", "numpy", "numba", "lightning", "optuna")
+DECIDE_SPEED = ("torch", "transformers", "triton", "numba")
 
 
 def device_name(device: str | torch.device = "cpu") -> str:
@@ -55,6 +57,13 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def other_versions(then: Mapping[str, str]) -> str:
+    """Which packages that decide speed are not what they were `then`: "torch 2.12.0, now 2.13.0"; empty if all are."""
+    now = versions()
+    changed = [name for name in DECIDE_SPEED if name in then and then[name] != now.get(name)]
+    return "; ".join(f"{name} {then[name]}, now {now.get(name, 'not installed')}" for name in changed)
 
 
 def describe(device: str | torch.device = "cpu") -> dict[str, object]:

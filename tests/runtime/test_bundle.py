@@ -219,6 +219,18 @@ def test_the_policy_of_the_device_is_taken_else_the_nearest_with_a_warning(
     assert re.search(words, picked.warning)
 
 
+def test_a_policy_tuned_with_other_versions_is_used_with_a_warning(tiny_bundle: Path) -> None:
+    bundle = several(tiny_bundle)
+    assert not bundle.policy_for("Big CPU", "bfloat16", 8).warning
+    tuned = bundle.policies["big-bfloat16-8t"]
+    for name, said in (("torch", "torch 1.0, now 2"), ("lightning", "")):  # Lightning decides no speed
+        profile = tuned.profile.model_copy(update={"versions": tuned.profile.versions | {name: "1.0"}})
+        old = replace(bundle, policies={"big-bfloat16-8t": tuned.model_copy(update={"profile": profile})})
+        picked = old.policy_for("Big CPU", "bfloat16", 8)
+        assert picked.spec == tuned.spec
+        assert (said in picked.warning, bool(picked.warning)) == (True, bool(said))
+
+
 def test_on_an_unknown_device_it_decodes_plainly_and_says_so(
     tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
