@@ -40,12 +40,21 @@ class TargetOutput:
     logits: Tensor | None  # float32 [n, V]; [1, V] for the last row if only that was asked for
     hidden: Tensor  # [n, H] after the final norm
     aux: Tensor | None  # [n, A*H] hidden states entering the asked layers, concatenated in the asked order
-    routing_layers: list[Tensor]  # per MoE layer [n, K]; empty if not asked for
+    routing_layers: list[Tensor]  # per MoE layer [n, K], in the router's order; empty if not asked for
+    weight_layers: list[Tensor]  # the experts' weights, as long as `Target.knows_weights`
 
     @property
     def routing(self) -> Tensor | None:
         """Expert ids `[n, L, K]` the pass used, or None if not asked for."""
         return torch.stack(self.routing_layers, dim=1) if self.routing_layers else None
+
+    @property
+    def routing_by_weight(self) -> Tensor | None:
+        """`routing` with the experts of a token and layer by falling weight where weights are known; routers need not sort."""
+        if self.routing is None or len(self.weight_layers) < len(self.routing_layers):
+            return self.routing
+        weights = torch.stack([layer.to(self.routing.device) for layer in self.weight_layers], dim=1)
+        return self.routing.gather(-1, weights.argsort(dim=-1, descending=True, stable=True))
 
 
 class Target:
@@ -76,6 +85,8 @@ class Target:
         self._handles: list[Any] = []
         self._aux: dict[int, Tensor] = {}
         self._routing: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self.knows_weights = True  # each expert id comes with its weight; False once seen otherwise
         self._hidden: Tensor | None = None
         self._decoder.register_forward_hook(self._record_hidden)
         self.top_k = self._probe()
@@ -168,7 +179,7 @@ class Target:
         if (aux_layers, routing) != self._armed:
             self._arm(aux_layers, routing)
         past, n = len(cache), tokens_n.shape[0]
-        self._routing = []
+        self._routing, self._weights = [], []
         attention = None if mask is None else self._attention(mask, positions_n, past)
         keep = 0 if logits and not last_only else 1
         output = self.model(
@@ -183,14 +194,14 @@ class Target:
         if not torch.isfinite(hidden.sum(dtype=torch.float32)):
             self._locate(tokens_n, positions_n, attention, cache, past)
         aux = torch.cat([self._aux[i].to(self.device) for i in aux_layers], dim=-1) if aux_layers else None
-        used, self._routing = self._routing, []
+        used, weights, self._routing, self._weights = self._routing, self._weights, [], []
         values = output.logits[0].float() if logits else None
         if values is not None and torch.isnan(values.sum()):
             raise UserError(
                 f"{self.role} {self.source}: NaN in the logits; check the weights of the output matrix (lm_head) or load with "
                 "--dtype float32"
             )
-        return TargetOutput(values, hidden, aux, used)
+        return TargetOutput(values, hidden, aux, used, weights)
 
     def take_hidden(self) -> Tensor:
         """Hidden states `[n, H]` after the final norm of the model's last pass, once."""
@@ -237,8 +248,12 @@ class Target:
         self._armed = (aux_layers, routing)
 
     def _record_routing(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = args[1] if len(args) > 1 else kwargs[_routing_argument(module)]
+        index: Any = args[1] if len(args) > 1 else kwargs[forward_parameters(module)[1]]
+        weights: Any = args[2] if len(args) > 2 else kwargs.get(forward_parameters(module)[2])
         self._routing.append(index.to(self.device))
+        self.knows_weights &= isinstance(weights, Tensor) and weights.shape == index.shape
+        if self.knows_weights:
+            self._weights.append(weights)
 
     def _record_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden = output[0]
@@ -318,11 +333,6 @@ def _decoder_layers(decoder: nn.Module, source: str) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise UserError(f"target {source}: {type(decoder).__name__} has no list of decoder layers; it is not supported")
     return layers
-
-
-def _routing_argument(module: nn.Module) -> str:
-    """Name of the second parameter of an experts module's forward: the chosen expert ids."""
-    return forward_parameters(module)[1]
 
 
 def _experts_modules(decoder: nn.Module, architecture: str, source: str) -> list[Any]:

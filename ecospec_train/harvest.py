@@ -165,6 +165,7 @@ def describe(config: HarvestConfig, target: Target, drafter: Drafter, prompts: l
         ),
         target_temperatures=config.recorded_temperatures,
         end_tokens=target.eos_token_ids(),
+        routing_by_weight=target.knows_weights,
         prompts_sha256=fingerprint_prompts(prompts),
         versions=versions(),
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],

@@ -143,8 +143,8 @@ class Recorder:
                 routing=True,
             )
             assert output.logits is not None
-            assert output.routing is not None
-            routing = output.routing.numpy(force=True)
+            assert output.routing_by_weight is not None
+            routing = output.routing_by_weight.numpy(force=True)
             target.commit(cache, past, [])
         with self.clock.phase("read"):
             argmax = output.logits.argmax(-1)

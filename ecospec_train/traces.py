@@ -95,6 +95,7 @@ class TraceManifest(_Record):
     versions: dict[str, str]
     command: list[str]
     end_tokens: tuple[int, ...] = ()  # that end a text; traces of older releases do not say
+    routing_by_weight: bool = False  # a token's experts in falling weight; older traces have the router's order
 
     @property
     def rows(self) -> int:

@@ -116,6 +116,28 @@ def test_routing_is_what_the_routers_chose(target: Target) -> None:
             handle.remove()
 
 
+def test_experts_by_falling_weight_are_those_of_the_router(target: Target) -> None:
+    """DeepSeek's router does not sort; what reads routing by weight must not depend on that."""
+    weights: list[torch.Tensor] = []
+    handles = [
+        m.register_forward_pre_hook(lambda module, args, kwargs: weights.append([*args, *kwargs.values()][2]), with_kwargs=True)
+        for m in target.expert_modules
+    ]  # fmt: skip
+    try:
+        output = whole_pass(target, torch.randint(1, 96, (20,), generator=torch.Generator().manual_seed(6)).tolist())
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert target.knows_weights
+    assert output.routing is not None and output.routing_by_weight is not None
+    assert torch.equal(output.routing.sort(-1).values, output.routing_by_weight.sort(-1).values)
+    scores = torch.zeros(*output.routing.shape[:2], target.experts).scatter(-1, output.routing, torch.stack(weights, 1))
+    falling = scores.gather(-1, output.routing_by_weight)
+    assert (falling.diff(dim=-1) <= 0).all()
+    if target.config.model_type == "deepseek_v3":
+        assert (scores.gather(-1, output.routing).diff(dim=-1) > 0).any()
+
+
 @torch.inference_mode()
 def _softmax_rule(router: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return (hidden @ router.weight.T).topk(2).indices  # type: ignore[operator]

@@ -192,6 +192,7 @@ def test_manifest_and_embedding(greedy: Path, target: Target) -> None:
     manifest = traces.manifest
     assert manifest.complete
     assert manifest.pool == POOL
+    assert manifest.routing_by_weight
     assert (manifest.target.moe_layers, manifest.target.experts, manifest.target.top_k) == (7, 12, 2)
     assert {"generate", "draft", "verify", "write"} <= set(manifest.seconds)
     assert not list(greedy.glob("progress-*")) + list(greedy.glob(".*"))
