@@ -187,7 +187,8 @@ def tree_attention(
     q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
 ) -> Tensor:
     """Attention of n rows under any mask -> [n, H, D]; see `tree_attention/reference.py`."""
-    module = _choose("tree_attention", supports_attention(q_HnD, k_GJD, v_GJD, mask_nJ))
+    fused = _fused("tree_attention", q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)
+    module = _choose("tree_attention", not fused and supports_attention(q_HnD, k_GJD, v_GJD, mask_nJ), fused)
     return module.tree_attention(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)  # type: ignore[no-any-return]
 
 

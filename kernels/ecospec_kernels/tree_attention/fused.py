@@ -1,0 +1,147 @@
+"""Triton twin of `tree_attention`: see `reference.py` for the mathematics, `kernels.py` for the kernels.
+
+The keys are split into chunks, so that a long cache keeps the whole device busy with few rows. `attend` runs one program per
+chunk, key-value head and tile of rows (each key serves all query heads of its group); `combine` joins the chunks in their
+order. The number of chunks follows from the shapes alone: the same inputs give the same bits. Sums are fp32; the weights
+of the values are rounded to the values' dtype before the product, as everywhere on tensor cores.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, elsewhere, on_device, power_of_two
+from ecospec_kernels.tree_attention import kernels
+
+MAX_ROWS, MAX_WIDTH, MAX_SPLITS = 64, 576, 64
+PROGRAMS = (
+    264  # enough for two on each of an H200's 132 processors; also near what an MI300X (304) or a B200 (148) wants
+)
+NO_MASK, BOOL_MASK, ADDITIVE_MASK = range(3)
+
+
+class Form(NamedTuple):
+    """Tile of `attend` (see `kernels.py`) and its launch options."""
+
+    R: int
+    J: int
+    A: int
+    B: int
+    V: int
+    num_warps: int
+    num_stages: int
+
+
+def form(rows: int, width: int, value_width: int, dtype: torch.dtype, backend: str = BACKEND) -> Form:
+    """The tile for `rows` rows per key-value head, and heads of these widths."""
+    a = max(16, 1 << (width.bit_length() - 1))
+    b = max(16, power_of_two(width - a)) if width > a else 0
+    v = max(16, power_of_two(value_width))
+    wide = max(a, v) > 256
+    r = 16 if wide or dtype is torch.float32 or rows <= 16 else 32 if rows <= 32 or max(a, v) > 128 else 64
+    if backend == HIP:  # 64 KB of shared memory
+        return Form(min(r, 32), 16 if wide and dtype is torch.float32 else 32, a, b, v, 4, 1)
+    if wide:
+        return Form(r, 16 if dtype is torch.float32 else 64, a, b, v, 8, 2)
+    if dtype is torch.float32 and a > 64:  # products on vector units hold the keys in registers
+        return Form(r, 32, a, b, v, 8, 1)
+    return Form(r, 32 if max(a, v) > 128 or dtype is torch.float32 else 64, a, b, v, 8 if a == 256 and r > 16 else 4, 2)
+
+
+def splits(keys: int, groups: int, tiles: int, j: int) -> tuple[int, int]:
+    """(chunks, keys in each, a multiple of j): enough programs for the device, and chunks of four tiles or more."""
+    wanted = max(1, min(MAX_SPLITS, PROGRAMS // (groups * tiles), -(-keys // (4 * j))))
+    chunk = -(-keys // (wanted * j)) * j
+    return -(-keys // chunk), chunk
+
+
+def unsupported(
+    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
+) -> str | None:
+    """Why the kernel refuses these arguments, if it does."""
+    if q_HnD.dim() != 3 or k_GJD.dim() != 3 or v_GJD.dim() != 3:
+        return "q [H, n, D], k [G, J, D] and v [G, J, D'] are wanted"
+    (heads, n, width), (groups, keys, _) = q_HnD.shape, k_GJD.shape
+    if k_GJD.size(2) != width or v_GJD.shape[:2] != k_GJD.shape[:2] or groups == 0 or heads % groups:
+        return f"q {list(q_HnD.shape)}, k {list(k_GJD.shape)} and v {list(v_GJD.shape)} do not fit each other"
+    if not (0 < n <= MAX_ROWS and 0 < keys < 1 << 31 and 0 < max(width, v_GJD.size(2)) <= MAX_WIDTH):
+        return f"1 to {MAX_ROWS} rows and heads of {MAX_WIDTH} are taken, not {n} and {width} with {keys} keys"
+    if not (q_HnD.dtype is k_GJD.dtype is v_GJD.dtype) or q_HnD.dtype not in TYPES:
+        return f"q {q_HnD.dtype}, k {k_GJD.dtype}, v {v_GJD.dtype} are not one of bf16, fp16, fp32"
+    if any(t.stride(2) != 1 for t in (q_HnD, k_GJD, v_GJD)):
+        return "rows of q, k and v must be dense"
+    if mask_nJ is not None:
+        if mask_nJ.shape != (n, keys) or mask_nJ.stride(1) != 1:
+            return f"mask {list(mask_nJ.shape)} is not a [{n}, {keys}] with dense rows"
+        if mask_nJ.dtype is not torch.bool and mask_nJ.dtype not in TYPES:
+            return f"mask is {mask_nJ.dtype}, neither bool nor bf16, fp16 or fp32"
+    if sinks_H is not None and (sinks_H.shape != (heads,) or not sinks_H.is_contiguous() or sinks_H.dtype not in TYPES):
+        return f"sinks {list(sinks_H.shape)} of {sinks_H.dtype} are not a dense [{heads}]"
+    return elsewhere(q_HnD, k=k_GJD, v=v_GJD, mask=mask_nJ, sinks=sinks_H)
+
+
+def tree_attention(
+    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Same contract as the reference. Raises ValueError for what `unsupported` names."""
+    reason = unsupported(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)
+    if reason is not None:
+        raise ValueError(f"tree_attention: {reason}")
+    (heads, n, width), (groups, keys, value_width) = q_HnD.shape, v_GJD.shape
+    tile = form(heads // groups * n, width, value_width, q_HnD.dtype)
+    tiles = -(-(heads // groups * n) // tile.R)
+    count, chunk = splits(keys, groups, tiles, tile.J)
+    part = torch.empty((count, heads * n, value_width), dtype=torch.float32, device=q_HnD.device)
+    top = torch.empty((2, count, heads * n), dtype=torch.float32, device=q_HnD.device)
+    out = torch.empty((n, heads, value_width), dtype=q_HnD.dtype, device=q_HnD.device)
+    same = v_GJD.data_ptr() == k_GJD.data_ptr() and v_GJD.stride() == k_GJD.stride() and value_width == tile.A == tile.V
+    mask, mask_row, kind = mask_nJ, 0, NO_MASK
+    if mask_nJ is not None:
+        kind, mask_row = ADDITIVE_MASK, mask_nJ.stride(0)
+        if mask_nJ.dtype is torch.bool:
+            kind, mask = BOOL_MASK, mask_nJ.view(torch.uint8)
+    with on_device(q_HnD):
+        kernels.attend[(count, tiles, groups)](
+            q_HnD, k_GJD, v_GJD, mask, part, top[0], top[1], *q_HnD.stride()[:2], *k_GJD.stride()[:2],
+            *v_GJD.stride()[:2], mask_row, n, heads // groups, keys, chunk, width, value_width, scale,
+            MASK=kind, SAME=same, **tile._asdict(),
+        )  # fmt: skip
+        kernels.combine[(heads * n,)](
+            part, top[0], top[1], sinks_H, out, count, heads * n, n, heads, value_width,
+            SINKS=sinks_H is not None, S=power_of_two(count), V=tile.V,
+        )  # fmt: skip
+    return out
+
+
+WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (576, 512))  # the last: latent attention
+
+
+def configurations(backend: str) -> list[Configuration]:
+    """The compiled forms for the head widths of models in use, with a bool mask, and in bf16 with an additive one too."""
+    found: dict[str, Configuration] = {}
+    integers = ("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "mask_row", "keys", "chunk", "width", "value_width")  # fmt: skip
+    for dtype, name in TYPES.items():
+        for width, value_width in WIDTHS:
+            types: dict[str, Any] = dict.fromkeys(integers, "i32") | dict.fromkeys(("part", "top", "total"), "*fp32")
+            types |= dict.fromkeys(("q", "k", "v"), f"*{name}") | {
+                "mask": "*u8",
+                "n": "i32",
+                "share": "i32",
+                "scale": "fp32",
+            }
+            for rows, kind in product((16, 32, 64), (BOOL_MASK, ADDITIVE_MASK) if name == "bf16" else (BOOL_MASK,)):
+                *tile, num_warps, num_stages = form(rows, width, value_width, dtype, backend)
+                constants = dict(zip("RJABV", tile, strict=True)) | {"MASK": kind, "SAME": width == 576}
+                label = f"tree_attention.attend {name} {width}/{value_width} rows={tile[0]}{' additive' * (kind - 1)}"
+                masked = types | {"mask": "*u8" if kind == BOOL_MASK else f"*{name}"}
+                found[label] = Configuration(label, kernels.attend, masked, constants, num_warps, num_stages)
+            types = dict.fromkeys(("part", "top", "total"), "*fp32") | {"out": f"*{name}", "sinks": f"*{name}"}
+            types |= dict.fromkeys(("splits", "rows", "n", "heads", "value_width"), "i32")
+            label = f"tree_attention.combine {name} {value_width}"
+            constants = {"SINKS": True, "S": MAX_SPLITS, "V": tile[4]}
+            found[label] = Configuration(label, kernels.combine, types, constants)
+    return list(found.values())
