@@ -210,8 +210,8 @@ def test_beats_are_a_sign_of_life(journal: str, monkeypatch: pytest.MonkeyPatch)
     trial.set_user_attr("owner", workers.me() | {"host": "elsewhere/1"})
     with workers.Beat(other.storage, trial):
         for _ in range(3):
-            seen = workers.frozen(mine.study, trial.number).user_attrs.get("beat", -1)
             mine.fail_dead()
+            seen = workers.frozen(mine.study, trial.number).user_attrs.get("beat", -1)  # it has seen no later one
             deadline = time.monotonic() + PATIENCE_S
             while workers.frozen(mine.study, trial.number).user_attrs.get("beat", -1) <= seen:
                 assert time.monotonic() < deadline
