@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, required=True, help="its own drafter, to compare with")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--prompts", type=int, default=16, help="windows of held-out Python to compare on")
+    parser.add_argument("--prompts", type=int, default=8, help="windows of held-out Python to compare on")
     parser.add_argument("--seed", type=int, default=3)
     args = parser.parse_args()
     if not (args.target / "tokenizer.json").is_file():
