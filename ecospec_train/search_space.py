@@ -17,7 +17,7 @@ from ecospec_runtime.policies import PolicySpec
 BUDGETS = (2, 3, 4, 6, 8, 12, 24)  # of the `confidence` yardsticks
 SEARCHED = ("confidence", "ratio", "prefix", "utility", "throughput")
 MIN_REACHES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
-PAUSES = (0, 4)
+PAUSES = (4, 16)  # never 0: what was tuned must rest on text it was not tuned for
 START_UP = 20  # trials before the sampler learns from them
 
 
