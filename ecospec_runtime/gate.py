@@ -19,7 +19,7 @@ MEMORY = 0.9  # weight of what was known before in the mean square
 
 
 class Outlook(NamedTuple):
-    """What a step's drafting promises: both in tokens, time at the price that the policy puts on it."""
+    """What a step's drafting promises: both in tokens, time at the rate of plain decoding, which a rest would give."""
 
     tokens: float  # draft tokens that are expected to be accepted
     cost: float  # time beyond that of a plain step: drafting, and a pass over more than the root

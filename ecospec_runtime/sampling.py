@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecospec_runtime.config import GenerationConfig
+from ecospec_runtime.pool import Floats
 
 Row = NDArray[np.float64]
-Floats = NDArray[np.float32]
 KEPT = 16  # positions whose noise is remembered: those of a tree, which verification asks for again
 _STEP = 0x9E3779B97F4A7C15
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ecospec_runtime.bundle import DevicePolicy, Manifest
 from ecospec_runtime.inspection import describe_policy, headline
+from ecospec_train.plots import pyplot, save
 from ecospec_train.reliability import RELIABILITY_PLOT
 
 PLOT = "replay.png"
@@ -19,15 +20,9 @@ NAMES = {
 def plot_replay(policies: dict[str, DevicePolicy], path: Path) -> bool:
     """Bars of replayed speed over plain decoding, one group per device. False, and no file, without matplotlib or results."""
     groups = {slug: replayed(p.results) for slug, p in policies.items()}
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None or not all(groups.values()):
         return False
-    if not all(groups.values()):
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(len(groups), 1, figsize=(6.4, 2.4 * len(groups)), squeeze=False)
     for axis, (slug, speeds) in zip(axes[:, 0], groups.items(), strict=True):
         names = list(speeds)[::-1]
@@ -39,9 +34,7 @@ def plot_replay(policies: dict[str, DevicePolicy], path: Path) -> bool:
         axis.set_title(f"{slug}: speed over plain decoding, replayed", fontsize=9)
         axis.tick_params(axis="y", labelsize=8)
         axis.margins(x=0.12)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
     return True
 
 

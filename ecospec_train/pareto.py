@@ -9,6 +9,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning
 
 from ecospec_runtime.console import leads, note
+from ecospec_train.plots import pyplot, save
 
 PLOT = "pareto.png"
 NAMES = ["tokens per pass", "distinct experts per layer and pass"]
@@ -18,18 +19,13 @@ def plot_front(study: optuna.Study, path: Path) -> None:
     """Write the Pareto front and all trials as a picture; without matplotlib a note instead."""
     if not leads():
         return
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         note(f"tune: no {path.name}, since matplotlib is missing; pip install 'ecospec[train]'")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from optuna.visualization.matplotlib import plot_pareto_front
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         plot_pareto_front(study, target_names=NAMES)  # makes a figure, the current one
-    figure = plt.gcf()
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
+    save(plt.gcf(), path)

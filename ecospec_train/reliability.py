@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ecospec_runtime.pool import Floats
+from ecospec_train.plots import pyplot, save
 
 BINS = 15
 RELIABILITY_PLOT = "reliability.png"
@@ -29,15 +30,9 @@ def plot_reliability(panels: dict[str, tuple[dict[str, Floats], Floats]], path: 
     False, and no file, without matplotlib or nodes.
     """
     panels = {name: panel for name, panel in panels.items() if len(panel[1])}
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None or not panels:
         return False
-    if not panels:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.6), squeeze=False)
     for axis, (name, (estimates, label)) in zip(axes[0], panels.items(), strict=True):
         axis.plot([0, 1], [0, 1], color="black", linewidth=0.8)
@@ -50,7 +45,5 @@ def plot_reliability(panels: dict[str, tuple[dict[str, Floats], Floats]], path: 
         axis.set_ylabel("really accepted", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
     return True

@@ -72,7 +72,8 @@ class ThroughputPolicy(Config):
             buffer = ExpertBuffer(self.capacity, self.penalty, candidates.layers, candidates.experts)
         search = _Search(parents, worth, masks, candidates.root_mask, price * profile.per_expert_ms, buffer)
         chosen = search.run(self.budget)
-        return chosen if chosen and self.outlook(candidates, chosen, profile, 0.0).gain > 0.0 else []
+        tokens, extra_ms = self._expected(candidates, chosen, profile)
+        return chosen if tokens > price * extra_ms else []
 
     def tokens_per_ms(self, profile: DeviceProfile) -> float:
         """The price of time."""
@@ -89,10 +90,14 @@ class ThroughputPolicy(Config):
     def outlook(
         self, candidates: Candidates | None, chosen: list[int], profile: DeviceProfile, draft_ms: float
     ) -> Outlook:
-        """See `Pausing`."""
-        price = self.tokens_per_ms(profile)
-        if candidates is None or not chosen:
-            return Outlook(0.0, price * draft_ms)
+        """See `Pausing`. Time counts at the rate of plain decoding, whatever the price: that is what a rest would give."""
+        tokens, extra_ms = (0.0, 0.0) if candidates is None else self._expected(candidates, chosen, profile)
+        return Outlook(tokens, (draft_ms + extra_ms) / profile.plain_ms)
+
+    def _expected(self, candidates: Candidates, chosen: list[int], profile: DeviceProfile) -> tuple[float, float]:
+        """Draft tokens expected to be accepted, and the ms that their pass takes beyond a plain step."""
+        if not chosen:
+            return 0.0, 0.0
         values = reach_probabilities(candidates, candidates.pool.parents.tolist())
         experts = 0
         if self.needs_routing:
@@ -101,8 +106,7 @@ class ThroughputPolicy(Config):
                 union |= candidates.masks[node]
             experts = union.bit_count() - candidates.root_mask.bit_count()
         extra_ms = self.token_ms(profile, candidates.layers) * len(chosen) + profile.per_expert_ms * experts
-        cost = price * (profile.plain_saving_ms + extra_ms + draft_ms)
-        return Outlook(sum(values[node] for node in chosen), cost)
+        return sum(values[node] for node in chosen), profile.plain_saving_ms + extra_ms
 
     def parameters(self) -> dict[str, Any]:
         """See `Policy.parameters`."""

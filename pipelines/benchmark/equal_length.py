@@ -22,6 +22,7 @@ from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.policies import POLICIES, PolicySpec
 from ecospec_runtime.pool import Candidates
 from ecospec_train.closure import exact_set
+from ecospec_train.plots import pyplot, save
 from ecospec_train.replay import ReplayRows, load_rows, replay_steps
 from ecospec_train.replay_pools import CutPools
 from pipelines.benchmark.acceptance import Told, truth
@@ -212,13 +213,9 @@ def measure(run: RunFolder, rows: ReplayRows) -> tuple[dict[str, Any], list[Curv
 
 def plot(found: list[Curve], path: Path) -> bool:
     """Curves with the device's price on the left, with experts alone priced and the ceilings on the right; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharex=True, sharey=True)
     left = {*RIVALS, OWN[0], "throughput, true routing"}
     for curve in found:
@@ -236,7 +233,5 @@ def plot(found: list[Curve], path: Path) -> bool:
         axis.set_ylabel("distinct experts per layer and pass", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
     return True

@@ -14,6 +14,7 @@ from typing import Any
 from ecospec_runtime.bench import Sample, rate
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_train.confirm import interval, log_ratios
+from ecospec_train.plots import pyplot, save
 from ecospec_train.replay import ReplayResult
 from pipelines.benchmark.contest import ENTRIES, OURS, PUBLISHED
 from pipelines.benchmark.policies_tuning import ORACLE
@@ -173,13 +174,9 @@ def grid(heads: Sequence[str], lines: Any) -> list[str]:
 
 def plot(result: Row, path: Path) -> bool:
     """Bars of the speed over plain decoding, a panel a temperature. False, and no file, without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     tables, published = result["temperatures"], {entry.name for entry in PUBLISHED}
     figure, axes = plt.subplots(1, len(tables), figsize=(5.5 * len(tables), 4.2), squeeze=False, sharey=True)
     for axis, table in zip(axes[0], tables, strict=True):
@@ -198,7 +195,5 @@ def plot(result: Row, path: Path) -> bool:
         axis.set_title(f"temperature {table['temperature']:g}", fontsize=10)
         axis.tick_params(labelsize=8)
         axis.margins(x=0.15)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
     return True

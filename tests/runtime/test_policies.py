@@ -180,6 +180,9 @@ def test_a_flat_charge_needs_no_prediction_and_asks_the_same_of_every_node() -> 
     assert policy.select(candidates, profile, 0) == [0, 1, 3]  # V: 0.9, 0.45, 0.135, 0.2
     assert isinstance(policy, Pausing)
     assert policy.outlook(candidates, [0, 1, 3], profile, 0.2) == pytest.approx((0.9 + 0.45 + 0.2, 3 * 0.16 + 0.2))
+    dear = build_policy(PolicySpec(name="throughput", parameters={"price": 9.0, "node_experts": 1.5}))
+    assert isinstance(dear, Pausing)
+    assert dear.outlook(candidates, [0, 1, 3], profile, 0.2) == policy.outlook(candidates, [0, 1, 3], profile, 0.2)
     assert policy.outlook(None, [], profile, 0.2) == pytest.approx((0.0, 0.2))
     with pytest.raises(UserError, match="'capacity' needs predicted experts"):
         parse_policy("throughput:node_experts=1.5,capacity=4")

@@ -40,7 +40,7 @@ from tests.mtp_layers import deepseek_family
 from tests.train.invented import make_profile
 
 SHAPE, LENGTH, SEED = PoolConfig(depth=3, beam=2, width=4), 16, 5
-PROFILE = make_profile(per_expert_ms=0.02)
+PROFILE = make_profile(per_expert_ms=0.02, draft_fixed_ms=0.4)  # dear enough that gates have something to do
 FEW = (3, 14, 30, 46, 62, 78, 94)  # all in the tiny head's vocabulary
 TEXTS = ["abcabcab", "x", "for i in x: for i in"]
 CASES = [f"{kind} {t}" for kind in ("stub", "eagle3", "mtp", "ngram") for t in (0.0, 0.7)]
