@@ -183,7 +183,7 @@ class FixedPredictor:
 @pytest.mark.parametrize(
     "text",
     ["confidence:budget=3,acceptance=logistic,depth=2", "ratio:budget=5,acceptance=temperature,min_reach=0.05",
-     "throughput:price=0.7,acceptance=head,min_reach=0.1,pause=2"],
+     "throughput:price=0.7,acceptance=head,min_reach=0.1,pause=0"],
 )  # fmt: skip
 def test_replay_equals_live_decoding(finished: Run, target: Target, text: str) -> None:
     traces = Traces(finished.folder / "run/traces")
