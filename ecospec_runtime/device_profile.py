@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,10 +10,20 @@ from pydantic import BaseModel, ConfigDict, Field
 Milliseconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
-class DeviceProfile(BaseModel):
-    """Pass time in ms: fixed + per_token * n + per_expert * union + per_context * context, less a saving for n = 1.
+@lru_cache(maxsize=64)
+def cost_groups(layer_costs: tuple[float, ...], experts: int) -> list[tuple[float, int]]:
+    """Each different cost, and the bits of the layers that have it."""
+    bits = dict.fromkeys(layer_costs, 0)
+    for layer, cost in enumerate(layer_costs):
+        bits[cost] |= ((1 << experts) - 1) << (layer * experts)
+    return list(bits.items())
 
-    n counts the root; union is the number of distinct (layer, expert) pairs that the pass touches, all layers together.
+
+class DeviceProfile(BaseModel):
+    """Pass time in ms: fixed + per_token * n + per_expert * reads + per_context * context, less a saving for n = 1.
+
+    n counts the root; `reads` counts the distinct (layer, expert) pairs that the pass touches, all layers together, each
+    weighted by its layer's cost where layers differ.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -27,6 +38,7 @@ class DeviceProfile(BaseModel):
     fixed_ms: Milliseconds
     per_token_ms: Milliseconds
     per_expert_ms: Milliseconds
+    layer_costs: tuple[Milliseconds, ...] = ()  # of an expert of each MoE layer, relative to their mean; empty: alike
     per_context_ms: Milliseconds = 0.0  # per cached token
     draft_level_ms: Milliseconds = 0.0  # each further level of the drafter
     draft_node_ms: Milliseconds = 0.0  # each node that is expanded there
@@ -40,10 +52,16 @@ class DeviceProfile(BaseModel):
     plain_saving_ms: Milliseconds = 0.0  # what the formula says beyond that: such a step finds experts still warm
     expert_share: float = Field(ge=0.0, le=1.0)  # share of a plain step spent in expert modules, measured
 
-    def pass_ms(self, nodes: int, union: int, context: int = 0) -> float:
-        """Predicted time of a pass over `nodes` tokens (root included) that touches `union` (layer, expert) pairs."""
+    def reads(self, union: int, experts: int) -> float:
+        """What the bit set `union` (bit `layer * experts + expert`) costs, in experts of mean cost."""
+        if not self.layer_costs:
+            return union.bit_count()
+        return sum(cost * (union & layers).bit_count() for cost, layers in cost_groups(self.layer_costs, experts))
+
+    def pass_ms(self, nodes: int, reads: float, context: int = 0) -> float:
+        """Predicted time of a pass over `nodes` tokens (root included) that reads so many experts, see `reads`."""
         fixed_ms = self.fixed_ms - (self.plain_saving_ms if nodes == 1 else 0.0)
-        return fixed_ms + self.per_token_ms * nodes + self.per_expert_ms * union + self.per_context_ms * context
+        return fixed_ms + self.per_token_ms * nodes + self.per_expert_ms * reads + self.per_context_ms * context
 
     def draft_ms(self, levels: int, expanded: int, nodes: int, predicts: bool = True) -> float:
         """Time of catching up, drafting `levels` levels below the root and `expanded` nodes, predicting for a pool of `nodes`

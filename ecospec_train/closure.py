@@ -5,7 +5,7 @@ does not bring, so that the best closed set is the closure of largest sum (Picar
 Science 1976). It is the yardstick of the fast rule, not a rule for decoding: a pool takes milliseconds.
 
 Experts that the same nodes need are one element. Capacities are integers in which an expert's cost is exact, so that only the
-worths of the nodes are rounded; all of them together stay below 2**30. Legend: n nodes of the pool.
+worths of the nodes are rounded (and costs, where layers differ); all of them together stay below 2**30. Legend: n nodes of the pool.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def exact_set(candidates: Candidates, profile: DeviceProfile, price: float) -> l
     values = reach_probabilities(candidates, parents)
     worth = [value - price * profile.per_token_ms for value in values]
     expert_cost = price * profile.per_expert_ms
-    chosen = maximum_closure(worth, parents, needs(candidates), expert_cost)
+    chosen = maximum_closure(worth, parents, needs(candidates, profile.layer_costs), expert_cost)
     return chosen if net_worth(candidates, chosen, profile, price) > 0.0 else []
 
 
@@ -44,28 +44,32 @@ def net_worth(candidates: Candidates, chosen: list[int], profile: DeviceProfile,
     if not chosen:
         return 0.0
     values = reach_probabilities(candidates, candidates.pool.parents.tolist())
-    union = candidates.root_mask
+    union = 0
     for node in chosen:
         union |= candidates.masks[node]
-    experts = union.bit_count() - candidates.root_mask.bit_count()
+    experts = profile.reads(union & ~candidates.root_mask, candidates.experts)
     added_ms = profile.plain_saving_ms + profile.per_token_ms * len(chosen) + profile.per_expert_ms * experts
     return sum(values[node] for node in chosen) - price * added_ms
 
 
-def needs(candidates: Candidates) -> Counter[tuple[int, ...]]:
-    """How many experts beyond the root's are needed by exactly these nodes, by nodes (ascending)."""
+def needs(candidates: Candidates, layer_costs: tuple[float, ...]) -> dict[tuple[int, ...], float]:
+    """What the experts beyond the root's that exactly these nodes need cost, in experts of mean cost, by nodes (ascending)."""
     if not candidates.masks:
-        return Counter()
+        return {}
     bits = candidates.layers * candidates.experts
     uncovered = ~candidates.root_mask
     rows = [(mask & uncovered).to_bytes((bits + 7) // 8, "little") for mask in candidates.masks]
     table = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)
     needed_Bn = np.unpackbits(table, axis=1, bitorder="little").T
-    return Counter(tuple(np.flatnonzero(row).tolist()) for row in needed_Bn[needed_Bn.any(axis=1)])
+    groups: Counter[tuple[int, ...]] = Counter()
+    for bit in np.flatnonzero(needed_Bn.any(axis=1)).tolist():
+        nodes = tuple(np.flatnonzero(needed_Bn[bit]).tolist())
+        groups[nodes] += layer_costs[bit // candidates.experts] if layer_costs else 1  # type: ignore[assignment]
+    return dict(groups)
 
 
 def maximum_closure(
-    worth: list[float], parents: list[int], groups: Counter[tuple[int, ...]], expert_cost: float
+    worth: list[float], parents: list[int], groups: dict[tuple[int, ...], float], expert_cost: float
 ) -> list[int]:
     """The closed set of nodes, ascending, with the largest sum of worth less `expert_cost` for each expert it needs.
 

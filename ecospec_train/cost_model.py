@@ -14,6 +14,8 @@ from scipy.optimize import nnls
 
 Array = NDArray[np.float64]
 FOLDS = 5
+ALIKE = 1.5  # ratio of the dearest layer's experts to the cheapest layer's up to which all count as alike
+GROUP = 1.25  # the same within a group of layers where they are not
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,26 @@ def fit_pass_cost(tokens: Array, unions: Array, contexts: Array, milliseconds: A
     error = float(np.abs(errors / milliseconds).mean())
     r2 = 1.0 - float((errors**2).sum()) / max(variance, 1e-12)
     return PassCost(fixed, per_token, per_expert, per_context, error, r2)
+
+
+def layer_costs(tokens: Array, unions: Array, milliseconds_CL: Array) -> tuple[float, ...]:
+    """What an expert of each MoE layer costs relative to their mean, in groups of like ones; empty if all are alike.
+
+    From the times `[C, L]` of every layer's expert module in C passes of `tokens` rows that touched `unions` experts of each.
+    """
+    features = np.stack([np.ones_like(tokens), tokens, unions], axis=1)
+    costs_L = np.array([non_negative_fit(features, layer)[2] for layer in milliseconds_CL.T])
+    if costs_L.max() <= ALIKE * costs_L.min() or not costs_L.any():
+        return ()
+    grouped = np.zeros_like(costs_L)
+    group: list[int] = []
+    order = np.argsort(costs_L, kind="stable").tolist()
+    for layer in order:
+        if group and costs_L[layer] > GROUP * costs_L[group[0]]:
+            group = []
+        group.append(layer)
+        grouped[group] = costs_L[group].mean()
+    return tuple((grouped / grouped.mean()).tolist())
 
 
 def non_negative_fit(features: Array, milliseconds: Array) -> Array:

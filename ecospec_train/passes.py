@@ -9,6 +9,8 @@ import argparse
 import inspect
 import textwrap
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch import Tensor
 from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.drafters import Drafter
 from ecospec_runtime.errors import UserError
+from ecospec_runtime.placement import forward_parameters
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import children_of, tree_mask, walk
@@ -62,6 +65,74 @@ def pass_inputs(target: Target, one: Rows) -> tuple[Tensor, Tensor, Tensor | Non
     return tokens, torch.tensor(depths, device=target.device) + one.context, mask
 
 
+def spread_experts(n: int, top_k: int, union: int, order: Sequence[int]) -> list[list[int]]:
+    """Experts `[n][top_k]` of n tokens, all of a row distinct, that are the first `union` of `order` together.
+
+    `union` lies in top_k..min(n * top_k, len(order)).
+    """
+    shift = (union - top_k) / max(1, n - 1)
+    return [[order[round(i * shift) + k] for k in range(top_k)] for i in range(n)]
+
+
+@contextmanager
+def forced_routing(target: Target, experts_LnK: Sequence[Sequence[Sequence[int]]]) -> Iterator[None]:
+    """Passes within read these experts, layer by layer, whatever the routers chose; the routing weights stay theirs."""
+
+    def force(index_nK: Sequence[Sequence[int]]) -> Any:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            name = forward_parameters(module)[1]
+            own = args[1] if len(args) > 1 else kwargs[name]
+            forced = torch.tensor(index_nK, dtype=own.dtype, device=own.device)
+            return ((args[0], forced, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {name: forced})
+
+        return hook
+
+    # In front of hooks that record routing, so that they see what is read.
+    handles = [module.register_forward_pre_hook(force(index), prepend=True, with_kwargs=True)
+               for module, index in zip(target.expert_modules, experts_LnK, strict=True)]  # fmt: skip
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class ExpertClock:
+    """Times every expert module of the passes within, the device's work included; it slows the pass by that."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        self._devices = {p.device for p in target.model.parameters() if p.device.type == "cuda"}
+        self._marks: list[float] = []
+        self._handles: list[Any] = []
+
+    def now(self) -> float:
+        """Seconds, all devices having finished."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def __enter__(self) -> ExpertClock:
+        # The modules' own time is the innermost: a hook registered last runs last before, and first after it.
+        for module in self.target.expert_modules:
+            self._handles.append(module.register_forward_pre_hook(self._mark))
+            self._handles.append(module.register_forward_hook(self._mark, prepend=True))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _mark(self, *_: Any) -> None:
+        self._marks.append(self.now())
+
+    def layers_ms(self) -> list[float]:
+        """Milliseconds of each expert module in the last pass; call it after each pass."""
+        found = [(end - start) * 1e3 for start, end in zip(self._marks[::2], self._marks[1::2], strict=True)]
+        self._marks.clear()
+        return found
+
+
 def union_of(target: Target, one: Rows, cache: Any) -> int:
     """Distinct (layer, expert) pairs that the pass touches."""
     output = target.forward(*pass_inputs(target, one), cache, routing=True, logits=False)
@@ -85,28 +156,14 @@ def run_pass(target: Target, drafter: Drafter, one: Rows, cache: Any) -> float:
 def plain_steps(target: Target, text: list[int], context: int, steps: int) -> tuple[float, float]:
     """Median ms that a plain step along `text` spends in expert modules, and that it takes, after `context` tokens."""
     cache = prefilled(target, text[:context])
-    devices = {p.device for p in target.model.parameters() if p.device.type == "cuda"}
-
-    def now() -> float:
-        for device in devices:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    marks: list[float] = []
-    handles = [hook(lambda *_: marks.append(now())) for module in target.expert_modules
-               for hook in (module.register_forward_pre_hook, module.register_forward_hook)]  # fmt: skip
     experts_ms, steps_ms = [], []
     sampler = Sampler(GenerationConfig())
-    try:
+    with ExpertClock(target) as clock:
         for i, token in enumerate(text[context : context + steps]):
-            marks.clear()
-            start = now()
+            start = clock.now()
             output = target.forward(*pass_inputs(target, Rows(context + i, [token], [])), cache)
             assert output.logits is not None
             walk(output.logits, children_of([], []), sampler, context + i + 1, set(), False)
-            steps_ms.append((now() - start) * 1e3)
-            experts_ms.append((sum(marks[1::2]) - sum(marks[::2])) * 1e3)
-    finally:
-        for handle in handles:
-            handle.remove()
+            steps_ms.append((clock.now() - start) * 1e3)
+            experts_ms.append(sum(clock.layers_ms()))
     return float(np.median(experts_ms)), float(np.median(steps_ms))

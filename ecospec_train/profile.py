@@ -1,11 +1,11 @@
 """Measure what a verification pass, a draft and a prediction cost on this machine: the device profile.
 
 A designed experiment through the engine's own path: passes of 1 to 16 rows at several context lengths over text that
-every Python installation has, with rows chosen so that the union of experts varies apart from their number (the same
-token again and again, running text, tokens from all over). Unions are recorded on separate passes, so that hooks do not
-disturb the timed ones; every pass has rows of its own and the cells of the design take turns in random order, so that
-no pass finds its experts warmer in a cache than decoding does.
-Legend: n rows of a pass, P cached tokens, F width of the drafter's features.
+every Python installation has. Some read what their own tokens want (running text, tokens from all over), whose unions are
+recorded on separate passes, so that hooks do not disturb the timed ones; in others the union is forced, so that it varies apart
+from the number of rows. Every pass has rows and experts of its own and the cells of the design take turns in random order,
+so that no pass finds its experts warmer in a cache than decoding does. Further passes time each layer's experts by themselves.
+Legend: n rows of a pass, P cached tokens, F width of the drafter's features, L MoE layers, C cells of the design.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,18 @@ from ecospec_runtime.pool import Candidates, Pool, pack_masks
 from ecospec_runtime.predictor import Predictor, same_drafter
 from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.target import Target
-from ecospec_train.cost_model import PassCost, fit_pass_cost
-from ecospec_train.passes import Rows, plain_steps, prefilled, run_pass, text_tokens, union_of
+from ecospec_train.cost_model import PassCost, fit_pass_cost, layer_costs
+from ecospec_train.passes import (
+    ExpertClock,
+    Rows,
+    forced_routing,
+    plain_steps,
+    prefilled,
+    run_pass,
+    spread_experts,
+    text_tokens,
+    union_of,
+)
 from ecospec_train.quiet import OtherLoad, is_busy, wait_until_quiet
 from ecospec_train.steps import Steps
 
@@ -50,6 +61,7 @@ WARM_UP = 3
 TEXT = 8192  # tokens to draw rows from
 PLAIN_STEPS = 16  # in each round
 DRAFTS_PER_REPEAT = 3
+FORCED = (0.0, 0.5, 1.0)  # unions between the fewest experts that n rows can read, top-k, and the most
 BETWEEN = 4  # rows of the target's passes between timed drafts
 DRAFTED: dict[str, dict[str, int]] = {
     "shallow": {"depth": 1},
@@ -98,6 +110,8 @@ class Cell:
     kind: str  # chain: running text; bush: tokens from all over below one root; same: one token again and again
     unions: list[int] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
+    forced: float | None = None  # place of the union between its bounds, see `FORCED`; None: what the rows want
+    layers_ms: list[list[float]] = field(default_factory=list)  # of further passes: each expert module's own
 
     def draw(self, text: list[int], rng: np.random.Generator) -> Rows:
         """Fresh rows, so that a pass finds its experts as cold as one of a decode does."""
@@ -105,6 +119,20 @@ class Cell:
         tokens = text[start : start + self.n] if self.kind == "chain" else rng.choice(text, self.n).tolist()
         tokens = tokens[:1] * self.n if self.kind == "same" else tokens
         return Rows(self.context, tokens, [0] * (self.n - 1) if self.kind == "bush" else list(range(self.n - 1)))
+
+    def layer_union(self, target: Target) -> int:
+        """Experts of each layer that a forced pass reads."""
+        assert self.forced is not None
+        most = min(self.n * target.top_k, target.experts)
+        return target.top_k + round(self.forced * (most - target.top_k))
+
+    def routing(self, target: Target, rng: np.random.Generator) -> AbstractContextManager[None]:
+        """Within it passes read this cell's experts, drawn anew."""
+        if self.forced is None:
+            return nullcontext()
+        union, layers = self.layer_union(target), range(target.moe_layers)
+        orders = [rng.permutation(target.experts).tolist() for _ in layers]
+        return forced_routing(target, [spread_experts(self.n, target.top_k, union, order) for order in orders])
 
     @property
     def union(self) -> float:
@@ -162,13 +190,15 @@ def profile(config: ProfileConfig) -> DeviceProfile:
 
 
 def design(config: ProfileConfig) -> list[Cell]:
-    """Every context, row count and kind of rows."""
-    kinds = ("chain", "bush", "same")
+    """Every context and row count, with rows of each kind and with forced unions."""
+    # Processes that share the target number the experts of their parts: there unions come from the rows alone.
+    forced = [("chain", share) for share in FORCED] if config.tp == 1 else [("same", None)]
+    kinds: list[tuple[str, float | None]] = [("chain", None), ("bush", None), *forced]
     return [
-        Cell(context, n, kind)
+        Cell(context, n, kind, forced=share)
         for context in config.contexts
         for n in config.tokens
-        for kind in kinds[: 1 if n == 1 else 3]
+        for kind, share in kinds[: 1 if n == 1 else None]
     ]
 
 
@@ -192,13 +222,31 @@ def measure_passes(
                 break
             for i in rng.permutation(len(cells)).tolist():
                 cell = cells[i]
-                rows = cell.draw(text, rng)
-                cell.milliseconds.append(run_pass(target, drafter, rows, caches[cell.context]))
-                cell.unions.append(union_of(target, rows, caches[cell.context]))
+                rows, cache = cell.draw(text, rng), caches[cell.context]
+                with cell.routing(target, rng):
+                    cell.milliseconds.append(run_pass(target, drafter, rows, cache))
+                if cell.forced is None:
+                    cell.unions.append(union_of(target, rows, cache))
+                else:
+                    cell.unions.append(target.moe_layers * cell.layer_union(target))
+                    if cell.context == middle:
+                        with cell.routing(target, rng), ExpertClock(target) as clock:
+                            run_pass(target, drafter, cell.draw(text, rng), cache)
+                        cell.layers_ms.append(clock.layers_ms())
                 steps.advance()
             plain.append(plain_steps(target, text[round_ * PLAIN_STEPS :], middle, PLAIN_STEPS))
     experts_ms, step_ms = np.median(plain, axis=0).tolist()
     return cells, (experts_ms, step_ms)
+
+
+def costs_by_layer(target: Target, passes: list[Cell]) -> tuple[float, ...]:
+    """`DeviceProfile.layer_costs`, from the cells in which each layer's experts were timed."""
+    timed = [cell for cell in passes if cell.layers_ms]
+    if not timed:
+        return ()
+    rows = np.array([cell.n for cell in timed], np.float64)
+    unions = np.array([cell.union for cell in timed]) / target.moe_layers
+    return layer_costs(rows, unions, np.stack([np.median(cell.layers_ms, axis=0) for cell in timed]))
 
 
 def base_profile(
@@ -211,7 +259,7 @@ def base_profile(
     result = DeviceProfile(
         device=name, slug=device_slug(name, dtype, threads), dtype=dtype, threads=threads, versions=versions(),
         fixed_ms=cost.fixed, per_token_ms=cost.per_token, per_expert_ms=cost.per_expert,
-        per_context_ms=cost.per_context, heldout_error=cost.heldout_error, plain_ms=plain_ms,
+        layer_costs=costs_by_layer(target, passes), per_context_ms=cost.per_context, heldout_error=cost.heldout_error, plain_ms=plain_ms,
         expert_share=experts_ms / plain_ms,
     )  # fmt: skip
     by_formula = float(np.mean([result.pass_ms(1, round(p.union), p.context) for p in passes if p.n == 1]))

@@ -115,16 +115,17 @@ def replay_steps(
 
         for number, prompt in prompts:
             span = range(prompt.first - first, prompt.first - first + len(prompt))
-            for record, draft_ms in follow(cut, span, chooser, gate, rows.end_tokens, max_new_tokens):
-                pass_ms = profile.pass_ms(1 + len(record.tokens), record.union, record.context)
+            for record, union, draft_ms in follow(cut, span, chooser, gate, rows.end_tokens, max_new_tokens):
+                reads = profile.reads(union, shard.experts)
+                pass_ms = profile.pass_ms(1 + len(record.tokens), reads, record.context)
                 yield ReplayStep(number, record, pass_ms + draft_ms, draft_ms)
 
 
 def follow(
     cut: Callable[[int | None], CutPools], span: range, chooser: Chooser, gate: Gate, ends: tuple[int, ...],
     max_new_tokens: int | None,
-) -> Iterator[tuple[PassRecord, float]]:  # fmt: skip
-    """The passes over one prompt's rows `span`, each with its ms of drafting. `cut` gives the pools of so many levels."""
+) -> Iterator[tuple[PassRecord, int, float]]:  # fmt: skip
+    """The passes over one prompt's rows `span`, each with the experts it reads and its ms of drafting. `cut` gives the pools of so many levels."""
     position = 0
     while position < len(span):
         row = span[position]
@@ -137,10 +138,10 @@ def follow(
         pools = cut(gate.depth)
         if drafted:
             chosen, draft_ms = chooser(pools, row, gate)
-        record = verify(pools, row, chosen, drafted, ends, room)
+        record, union = verify(pools, row, chosen, drafted, ends, room)
         if drafted:
             gate.verified(record.accepted)
-        yield record, draft_ms
+        yield record, union, draft_ms
         position += len(record.emitted)
 
 
@@ -171,8 +172,9 @@ class Chooser:
 
 def verify(
     pools: CutPools, row: int, chosen: list[int], drafted: bool, ends: tuple[int, ...], room: int | None
-) -> PassRecord:  # fmt: skip
-    """What a pass over the row's root and `chosen` nodes (ascending) comes to, see `ecospec_runtime.verify.walk`."""
+) -> tuple[PassRecord, int]:  # fmt: skip
+    """What a pass over the row's root and `chosen` nodes (ascending) comes to, see `ecospec_runtime.verify.walk`, and its
+    experts, a bit set."""
     verified = pools.verified(row, chosen)
     next_tokens: list[int] = verified["next_token"].tolist()
     tokens, nodes_above = pools.tree(row, chosen) if chosen else ([], [])
@@ -185,11 +187,12 @@ def verify(
             emitted.append(next_tokens[i])
     accepted = len(emitted) - 1
     end = next((i for i, token in enumerate(emitted, start=1) if token in ends), None)
-    union = as_mask(np.bitwise_or.reduce(verified["used"], axis=0)).bit_count()
-    return PassRecord(
+    union = as_mask(np.bitwise_or.reduce(verified["used"], axis=0))
+    record = PassRecord(
         context=pools.contexts[row], drafted=drafted, tokens=tuple(tokens), parents=tuple(parents), accepted=accepted,
-        emitted=tuple(emitted[:end][:room]), union=union,
+        emitted=tuple(emitted[:end][:room]), union=union.bit_count(),
     )  # fmt: skip
+    return record, union
 
 
 def replay_at_best_price(

@@ -55,7 +55,8 @@ def worth(candidates: Candidates, chosen: list[int], price: float, profile: Devi
     union = candidates.root_mask
     for i in chosen:
         union |= candidates.masks[i]
-    added = profile.pass_ms(1 + len(chosen), union.bit_count()) - profile.pass_ms(1, candidates.root_mask.bit_count())
+    reads, paid = (count_reads(candidates, mask, profile) for mask in (union, candidates.root_mask))
+    added = profile.pass_ms(1 + len(chosen), reads) - profile.pass_ms(1, paid)
     return float(candidates.reach[chosen].sum()) - price * added
 
 
@@ -65,8 +66,16 @@ def exhaustive(candidates: Candidates, price: float, profile: DeviceProfile) -> 
     for i, parent in enumerate(candidates.pool.parents.tolist()):
         gain = float(candidates.reach[i]) - price * profile.per_token_ms
         sets += [(w + gain, m | 1 << i, u | candidates.masks[i]) for w, m, u in sets if parent < 0 or m >> parent & 1]
-    paid = candidates.root_mask.bit_count()
-    return max(w - price * profile.per_expert_ms * (u.bit_count() - paid) for w, _, u in sets)
+    paid = count_reads(candidates, candidates.root_mask, profile)
+    cost = price * profile.per_expert_ms
+    return max(w - cost * (count_reads(candidates, u, profile) - paid) for w, _, u in sets)
+
+
+def count_reads(candidates: Candidates, union: int, profile: DeviceProfile) -> float:
+    """Experts of a set, each counted as its layer costs, bit by bit."""
+    costs = profile.layer_costs or (1.0,) * candidates.layers
+    bits = range(candidates.layers * candidates.experts)
+    return sum(costs[bit // candidates.experts] for bit in bits if union >> bit & 1)
 
 
 def check_noise(drafter: Any, sequence: Any, text: list[int]) -> None:

@@ -102,21 +102,25 @@ def require_masks(candidates: Candidates, policy: str) -> list[int]:
 
 @dataclass(frozen=True)
 class ExpertBuffer:
-    """How many expert reads a set of (layer, expert) pairs costs: its size, plus `penalty` per overflow.
+    """How many expert reads a set of (layer, expert) pairs costs: `profile.reads`, plus `penalty` per overflow.
 
     A layer that holds more than `capacity` experts overflows by the difference; each overflow costs `penalty` further
     reads (an expert evicted and read again); a very large `penalty` amounts to a ban.
     """
 
-    capacity: int
+    profile: DeviceProfile
+    capacity: int | None  # experts per layer; None: unlimited
     penalty: float
-    layers: int
     experts: int
 
+    def reads(self, union: int) -> float:
+        """Reads for the bit set `union` (bit `layer * experts + expert`) without overflows."""
+        return self.profile.reads(union, self.experts)
+
     def cost(self, union: int) -> float:
-        """Reads for the bit set `union` (bit `layer * experts + expert`)."""
-        reads = union.bit_count()
-        if reads <= self.capacity:
+        """Reads for the bit set `union`."""
+        reads = self.reads(union)
+        if self.capacity is None or union.bit_count() <= self.capacity:
             return reads
         layer_bits = (1 << self.experts) - 1
         overflow = 0
@@ -124,3 +128,12 @@ class ExpertBuffer:
             overflow += max(0, (union & layer_bits).bit_count() - self.capacity)
             union >>= self.experts
         return reads + self.penalty * overflow if overflow else reads
+
+
+def expert_buffer(
+    profile: DeviceProfile, capacity: int | None, penalty: float, candidates: Candidates
+) -> ExpertBuffer | None:  # fmt: skip
+    """The buffer of a selection; None where a set costs as many reads as it has experts."""
+    if capacity is None and not profile.layer_costs:
+        return None
+    return ExpertBuffer(profile, capacity, penalty, candidates.experts)

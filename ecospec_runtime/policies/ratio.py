@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ecospec_runtime.config import Config
 from ecospec_runtime.device_profile import DeviceProfile
-from ecospec_runtime.policies.base import ExpertBuffer, reach_probabilities, require_masks
+from ecospec_runtime.policies.base import expert_buffer, reach_probabilities, require_masks
 from ecospec_runtime.pool import Candidates
 
 
@@ -41,9 +41,7 @@ class RatioPolicy(Config):
         for i, parent in enumerate(parents):
             children[parent].append(i)
 
-        buffer = None
-        if self.capacity is not None:
-            buffer = ExpertBuffer(self.capacity, self.penalty, candidates.layers, candidates.experts)
+        buffer = expert_buffer(profile, self.capacity, self.penalty, candidates)
         covered = candidates.root_mask
         frontier = children[-1].copy()
         chosen: list[int] = []

@@ -23,7 +23,7 @@ from ecospec_runtime.config import Config
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.gate import DraftGate, Outlook
-from ecospec_runtime.policies.base import ExpertBuffer, reach_probabilities, require_masks
+from ecospec_runtime.policies.base import ExpertBuffer, expert_buffer, reach_probabilities, require_masks
 from ecospec_runtime.pool import Candidates
 
 CREDIT = 6  # paths in a row taken though they do not pay, before giving up
@@ -67,9 +67,7 @@ class ThroughputPolicy(Config):
         price = self.tokens_per_ms(profile)
         token_cost = price * self.token_ms(profile, candidates.layers)
         worth = [value - token_cost for value in reach_probabilities(candidates, parents)]
-        buffer = None
-        if self.capacity is not None:
-            buffer = ExpertBuffer(self.capacity, self.penalty, candidates.layers, candidates.experts)
+        buffer = expert_buffer(profile, self.capacity, self.penalty, candidates)
         search = _Search(parents, worth, masks, candidates.root_mask, price * profile.per_expert_ms, buffer)
         chosen = search.run(self.budget)
         tokens, extra_ms = self._expected(candidates, chosen, profile)
@@ -99,12 +97,12 @@ class ThroughputPolicy(Config):
         if not chosen:
             return 0.0, 0.0
         values = reach_probabilities(candidates, candidates.pool.parents.tolist())
-        experts = 0
+        experts = 0.0
         if self.needs_routing:
-            union = candidates.root_mask
+            union = 0
             for node in chosen:
                 union |= candidates.masks[node]
-            experts = union.bit_count() - candidates.root_mask.bit_count()
+            experts = profile.reads(union & ~candidates.root_mask, candidates.experts)
         extra_ms = self.token_ms(profile, candidates.layers) * len(chosen) + profile.per_expert_ms * experts
         return sum(values[node] for node in chosen), profile.plain_saving_ms + extra_ms
 
@@ -211,6 +209,7 @@ class _Search:
     def _drop_leaves(self, chosen: list[int], budget: int | None = None) -> list[int]:
         """Take out leaves worth no more than the experts that serve them alone, then the least worthy over `budget`."""
         cost, parents, masks = self.expert_cost, self.parents, self.masks
+        reads = int.bit_count if self.buffer is None else self.buffer.reads
         while True:
             once = twice = self.root_mask
             for i in chosen:
@@ -218,7 +217,8 @@ class _Search:
                 once |= masks[i]
             alone = once & ~twice
             inner = {parents[i] for i in chosen}
-            gains = [(self.worth[i] - cost * (masks[i] & alone).bit_count(), i) for i in chosen if i not in inner]
+            own = {i: masks[i] & alone for i in chosen if i not in inner}
+            gains = [(self.worth[i] - cost * reads(mask), i) for i, mask in own.items()]
             dropped = {i for gain, i in gains if gain <= 0.0}
             if not dropped and budget is not None and len(chosen) > budget:
                 dropped = {min(gains)[1]}

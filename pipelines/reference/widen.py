@@ -41,6 +41,7 @@ _EXPERT = re.compile(
 _INTERLEAVED = ("gpt_oss",)  # model types whose experts are transposed and interleaved
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 CONTEXT = 160  # cached tokens before the timed steps
+FURTHEST = 1.3  # times the largest width measured: up to there a line through two of them is trusted
 LEAST = 448  # units of an expert from which the experts of a reference outgrow a processor's caches
 
 
@@ -177,21 +178,15 @@ def _with_width(folder: Path, width: int) -> Any:
     return target
 
 
-def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int = 48) -> tuple[int, dict[str, Any]]:
-    """Width at which expert modules take `share` of a plain step on this machine (bf16, one thread), and what was measured.
-
-    Both their time and the rest's (of a shared expert) are linear in the width once they outgrow the caches: two widths, in turns.
-    """
+def _measure(
+    folder: Path, widths: tuple[int, int], rounds: int, steps: int
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    """Median ms of a plain step in expert modules, and in the rest, at each width: bf16, one thread, in turns."""
     from ecospec_train.passes import plain_steps, text_tokens
 
-    if not 0 < share < 0.9:
-        raise UserError(f"share {share} is not between 0 and 0.9; experts can be at most most of a step")
-    config = _checked_config(folder, 1 << 30)
-    units: int = config[_units_key(config)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        widths = (max(8 * units, LEAST), 2 * max(8 * units, LEAST))
         targets = [_with_width(folder, width) for width in widths]
         text = text_tokens(targets[0], CONTEXT + (rounds + 1) * steps)
         measured: list[list[tuple[float, float]]] = [[], []]
@@ -203,20 +198,35 @@ def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int =
     finally:
         torch.set_num_threads(threads)
     experts = [statistics.median(e for e, _ in kept) for kept in measured]
-    rest = [statistics.median(step - e for e, step in kept) for kept in measured]
-    apart = widths[1] - widths[0]
-    per_unit, rest_per_unit = (experts[1] - experts[0]) / apart, 0.0
-    if config.get("n_shared_experts"):
-        rest_per_unit = max(0.0, (rest[1] - rest[0]) / apart)
-    fixed = statistics.mean(rest) - rest_per_unit * statistics.mean(widths)
+    return experts, [statistics.median(step - e for e, step in kept) for kept in measured]
+
+
+def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int = 48) -> tuple[int, dict[str, Any]]:
+    """Width at which expert modules take `share` of a plain step on this machine (bf16, one thread), and what was measured.
+
+    Both their time and the rest's are taken as linear in the width, through two that were measured: first two small ones, then,
+    since wide experts leave the rest less of the caches, the larger of them and what those gave.
+    """
+    if not 0 < share < 0.9:
+        raise UserError(f"share {share} is not between 0 and 0.9; experts can be at most most of a step")
+    config = _checked_config(folder, 1 << 30)
+    units: int = config[_units_key(config)]
     ratio = share / (1 - share)  # experts over rest
-    steepness = per_unit - ratio * rest_per_unit
-    if steepness <= 0:
-        raise UserError(
-            f"at widths {widths} experts take {experts} ms and the rest {rest} ms, so that no width gives a share of {share}; "
-            "is the machine busy?"
-        )
-    width = round((ratio * fixed - experts[0] + per_unit * widths[0]) / steepness / 16) * 16
+    small = max(8 * units, LEAST)
+    widths, width = (small, 2 * small), 0
+    while not width or width > FURTHEST * widths[1]:
+        if width:
+            widths = widths[1], width
+        experts, rest = _measure(folder, widths, rounds, steps)
+        apart = widths[1] - widths[0]
+        per_unit, rest_per_unit = (experts[1] - experts[0]) / apart, max(0.0, (rest[1] - rest[0]) / apart)
+        steepness = per_unit - ratio * rest_per_unit
+        if steepness <= 0:
+            raise UserError(
+                f"at widths {widths} experts take {experts} ms and the rest {rest} ms, so that no width gives a share of {share}; "
+                "is the machine busy?"
+            )
+        width = round((widths[1] + (ratio * rest[1] - experts[1]) / steepness) / 16) * 16
     return max(units, width), {"widths": list(widths), "experts_ms": experts, "rest_ms": rest, "ms_per_unit": per_unit}
 
 

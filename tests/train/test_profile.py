@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
-from ecospec_train.cost_model import PassCost, fit_pass_cost
-from ecospec_train.passes import prefilled, text_tokens, union_of
+from ecospec_train.cost_model import PassCost, fit_pass_cost, layer_costs
+from ecospec_train.passes import ExpertClock, prefilled, run_pass, spread_experts, text_tokens, union_of
 from ecospec_train.profile import (
     Cell,
     ProfileConfig,
     base_profile,
     complaints,
+    costs_by_layer,
     design,
     measure_passes,
     profile,
@@ -47,6 +53,34 @@ def test_cost_model_never_goes_negative_and_owns_up_to_a_bad_fit() -> None:
     assert falling.per_token == 0.0
     noise = fit_pass_cost(n, union, np.full(60, 64.0), rng.uniform(1.0, 20.0, 60))
     assert noise.heldout_error > 0.3
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_layers_that_cost_the_same_are_alike_and_others_form_groups(noise: float) -> None:
+    rng = np.random.default_rng(3)
+    n = np.repeat([2.0, 4.0, 8.0, 16.0], 3)
+    union = 4 + np.tile([0.0, 0.5, 1.0], 4) * (np.minimum(4 * n, 48) - 4)
+
+    def found(costs: list[float]) -> tuple[float, ...]:
+        ms = 0.1 + 0.05 * n[:, None] + union[:, None] * np.array(costs)
+        return layer_costs(n, union, ms * rng.normal(1.0, noise, ms.shape))
+
+    assert found([0.1] * 7) == ()
+    assert found([0.1, 0.11, 0.1, 0.12]) == ()
+    mixed = found([0.1, 0.4, 0.1, 0.4, 0.1])
+    assert mixed == pytest.approx([0.1 / 0.22, 0.4 / 0.22] * 2 + [0.1 / 0.22], rel=0.1)
+    assert len(set(mixed)) == 2
+
+
+@given(st.integers(1, 16), st.integers(1, 10), st.integers(0, 60), st.floats(0, 1))
+def test_spread_experts_are_distinct_in_a_row_and_so_many_together(n: int, top_k: int, more: int, share: float) -> None:
+    experts = top_k + more
+    union = top_k + round(share * (min(n * top_k, experts) - top_k))
+    order = np.random.default_rng(n).permutation(experts).tolist()
+    rows = spread_experts(n, top_k, union, order)
+    assert len(rows) == n
+    assert all(len(set(row)) == len(row) == top_k for row in rows)
+    assert set().union(*rows) == set(order[:union])
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +118,48 @@ def test_design_varies_unions_apart_from_rows_and_leaves_the_cache_alone(quick: 
             assert len(caches[cell.context]) == cell.context
     slots = target.moe_layers * target.top_k
     assert all(c.union == slots for c in cells if c.n == 1)
-    six = {c.kind: c.union for c in cells if c.n == 6}
-    assert all(slots <= union <= 6 * slots for union in six.values())
-    assert six["bush"] > 1.3 * six["same"]
+    own = [c.union for c in cells if c.n == 6 and c.forced is None]
+    assert all(slots <= union <= 6 * slots for union in own)
+
+
+def test_forced_passes_read_what_they_shall(quick: ProfileConfig) -> None:
+    target = Target.from_pretrained(quick.target)
+    text, rng = text_tokens(target, 200), np.random.default_rng(0)
+    cache = prefilled(target, text[:8])
+    forced = {
+        cell.forced: cell for cell in design(quick) if cell.n == 3 and cell.context == 8 and cell.forced is not None
+    }
+    most = min(3 * target.top_k, target.experts)
+    assert {share: cell.layer_union(target) for share, cell in forced.items()} == {
+        0.0: target.top_k, 0.5: target.top_k + (most - target.top_k) // 2, 1.0: most,
+    }  # fmt: skip
+    for cell in forced.values():
+        rows = cell.draw(text, rng)
+        with cell.routing(target, rng):
+            assert union_of(target, rows, cache) == target.moe_layers * cell.layer_union(target)
+    assert len(design(quick.model_copy(update={"tp": 2}))) < len(design(quick)), "parts of a target are not forced"
+
+
+def test_a_layer_with_dearer_experts_is_found(quick: ProfileConfig) -> None:
+    """The last layer's experts wait for every expert they touch: its cost is many times the others'."""
+    target = Target.from_pretrained(quick.target)
+    drafter, text = load_drafter(quick.drafter, target), text_tokens(target, 200)
+    rows, cache = design(quick)[0].draw(text, np.random.default_rng(0)), prefilled(target, text[:8])
+    with ExpertClock(target) as clock:
+        run_pass(target, drafter, rows, cache)
+        assert len(clock.layers_ms()) == target.moe_layers
+    slow: Any = target.expert_modules[-1]
+    own = slow.forward
+
+    def forward(hidden: torch.Tensor, index: torch.Tensor, *rest: Any) -> torch.Tensor:
+        time.sleep(2e-3 * len(index.unique()))
+        return own(hidden, index, *rest)  # type: ignore[no-any-return]
+
+    slow.forward = forward
+    cells, _ = measure_passes(target, drafter, text, quick)
+    costs = costs_by_layer(target, cells)
+    assert len(costs) == target.moe_layers
+    assert costs[-1] > 3 * max(costs[:-1])
 
 
 def test_a_plain_step_costs_what_was_measured(quick: ProfileConfig) -> None:

@@ -45,6 +45,9 @@ POLICIES = [
 ]  # fmt: skip
 
 
+LAYER_COSTS = tuple(2.0 * (1 + layer) / (1 + LAYERS) for layer in range(LAYERS))  # of an expert; their mean is 1
+
+
 def smaller(pool: Pool, depth: int, min_reach: float) -> tuple[Pool, list[int]]:
     """The pool without its deeper levels and less likely nodes, node by node; and which nodes are left."""
     reach = np.exp(pool.log_probs.astype(np.float64))
@@ -89,7 +92,8 @@ def slow_steps(
                 return 1 + (follow(hit[0]) if hit else 0)
 
             used = set().union(experts[0], *(experts[i + 1] for i in chosen))
-            ms = 0.2 + 0.01 * (1 + len(chosen)) + 0.05 * len(used) + 1e-4 * int(shard.context[row])
+            reads = sum(profile.layer_costs[layer] for layer, _ in used) if profile.layer_costs else len(used)
+            ms = 0.2 + 0.01 * (1 + len(chosen)) + 0.05 * reads + 1e-4 * int(shard.context[row])
             if policy.drafts:
                 grown = [d for d in range(1, depth + 1) if d == 1 or (pool.depths == d - 1).any()]
                 expanded = sum(min(2, int((pool.depths == d - 1).sum())) for d in grown[1:])
@@ -106,10 +110,19 @@ def with_true_routing(candidates: Candidates, experts: list[set[tuple[int, int]]
     return replace(candidates, masks=masks[1 : len(candidates) + 1], root_mask=masks[0])
 
 
+UNLIKE = [
+    ("ratio:budget=4", LAYER_COSTS),
+    ("throughput:price=0.6,pause=0", LAYER_COSTS),
+    ("prefix:overlap=0.6", LAYER_COSTS),
+]
+
+
 @pytest.mark.parametrize("oracle", [False, True])
-@pytest.mark.parametrize("text", POLICIES)
-def test_replay_equals_a_slow_simulation(traces: Traces, rows: ReplayRows, text: str, oracle: bool) -> None:
-    profile = make_profile()
+@pytest.mark.parametrize(("text", "layer_costs"), [*((text, ()) for text in POLICIES), *UNLIKE])
+def test_replay_equals_a_slow_simulation(
+    traces: Traces, rows: ReplayRows, text: str, layer_costs: tuple[float, ...], oracle: bool
+) -> None:
+    profile = make_profile().model_copy(update={"layer_costs": layer_costs})
     steps = np.array(list(slow_steps(traces, text, profile, oracle)))
     result = replay(parse_policy(text), rows, profile, oracle)
     assert result.tokens == steps[:, 0].sum()
