@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ecospec_runtime.config import GenerationConfig
@@ -63,6 +64,15 @@ def pass_inputs(target: Target, one: Rows) -> tuple[Tensor, Tensor, Tensor | Non
     mask = tree_mask(one.parents, one.context).to(target.device) if one.parents else None
     tokens = torch.tensor(one.tokens, device=target.device)
     return tokens, torch.tensor(depths, device=target.device) + one.context, mask
+
+
+def expert_popularity(target: Target, tokens: list[int]) -> NDArray[np.float64]:
+    """Share of the routing slots of each MoE layer that each expert gets on a text: `[L, E]`, none of them 0."""
+    output = target.forward(torch.tensor(tokens, device=target.device), torch.arange(len(tokens), device=target.device), None,
+                            target.new_cache(), routing=True, logits=False)  # fmt: skip
+    counts = [torch.bincount(index.flatten().cpu(), minlength=target.experts) for index in output.routing_layers]
+    popularity_LE: NDArray[np.float64] = torch.stack(counts).double().numpy() + 0.5
+    return popularity_LE / popularity_LE.sum(axis=1, keepdims=True)
 
 
 def spread_experts(n: int, top_k: int, union: int, order: Sequence[int]) -> list[list[int]]:

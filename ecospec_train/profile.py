@@ -21,6 +21,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -40,6 +41,7 @@ from ecospec_train.cost_model import PassCost, fit_pass_cost, layer_costs
 from ecospec_train.passes import (
     ExpertClock,
     Rows,
+    expert_popularity,
     forced_routing,
     plain_steps,
     prefilled,
@@ -59,9 +61,10 @@ UNSTEADY = 0.10  # relative interquartile range of repeats that says the machine
 MIN_ROUNDS = 3
 WARM_UP = 3
 TEXT = 8192  # tokens to draw rows from
+POPULAR = 512  # tokens of it whose routing says which experts are hot, and so often still in a cache
 PLAIN_STEPS = 16  # in each round
 DRAFTS_PER_REPEAT = 3
-FORCED = (0.0, 0.5, 1.0)  # unions between the fewest experts that n rows can read, top-k, and the most
+FORCED = (0.15, 0.5, 0.85)  # unions between the fewest experts that n rows can read, top-k, and the most
 BETWEEN = 4  # rows of the target's passes between timed drafts
 DRAFTED: dict[str, dict[str, int]] = {
     "shallow": {"depth": 1},
@@ -88,7 +91,7 @@ class ProfileConfig(Config):
     tokens: tuple[Count, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
     contexts: tuple[Count, ...] = Field(default=(48, 160, 384), min_length=1)  # cached tokens before them
     repeats: int = Field(default=9, ge=MIN_ROUNDS)
-    max_seconds: float = Field(default=40.0, gt=0)  # timed passes stop then, after at least three rounds
+    max_seconds: float = Field(default=90.0, gt=0)  # timed passes stop then, after at least three rounds
     allow_busy: bool = False  # measure though other processes use the machine; the profile says so
     seed: int = Field(default=0, ge=0, lt=2**32)
 
@@ -126,12 +129,14 @@ class Cell:
         most = min(self.n * target.top_k, target.experts)
         return target.top_k + round(self.forced * (most - target.top_k))
 
-    def routing(self, target: Target, rng: np.random.Generator) -> AbstractContextManager[None]:
-        """Within it passes read this cell's experts, drawn anew."""
+    def routing(
+        self, target: Target, popularity_LE: NDArray[np.float64], rng: np.random.Generator
+    ) -> AbstractContextManager[None]:
+        """Within it passes read this cell's experts, drawn anew without replacement, each as often as text wants it."""
         if self.forced is None:
             return nullcontext()
-        union, layers = self.layer_union(target), range(target.moe_layers)
-        orders = [rng.permutation(target.experts).tolist() for _ in layers]
+        union = self.layer_union(target)
+        orders = (np.log(popularity_LE) + rng.gumbel(size=popularity_LE.shape)).argsort(axis=1)[:, ::-1].tolist()
         return forced_routing(target, [spread_experts(self.n, target.top_k, union, order) for order in orders])
 
     @property
@@ -211,6 +216,7 @@ def measure_passes(
     """
     cells = design(config)
     caches = {context: prefilled(target, text[:context]) for context in config.contexts}
+    popularity_LE = expert_popularity(target, text[:POPULAR])
     rng = np.random.default_rng(config.seed)
     deadline = time.monotonic() + config.max_seconds
     middle, plain = sorted(config.contexts)[len(config.contexts) // 2], []
@@ -223,14 +229,14 @@ def measure_passes(
             for i in rng.permutation(len(cells)).tolist():
                 cell = cells[i]
                 rows, cache = cell.draw(text, rng), caches[cell.context]
-                with cell.routing(target, rng):
+                with cell.routing(target, popularity_LE, rng):
                     cell.milliseconds.append(run_pass(target, drafter, rows, cache))
                 if cell.forced is None:
                     cell.unions.append(union_of(target, rows, cache))
                 else:
                     cell.unions.append(target.moe_layers * cell.layer_union(target))
                     if cell.context == middle:
-                        with cell.routing(target, rng), ExpertClock(target) as clock:
+                        with cell.routing(target, popularity_LE, rng), ExpertClock(target) as clock:
                             run_pass(target, drafter, cell.draw(text, rng), cache)
                         cell.layers_ms.append(clock.layers_ms())
                 steps.advance()
