@@ -48,6 +48,7 @@ from ecospec_train.passes import (
     run_pass,
     spread_experts,
     text_tokens,
+    undisturbed,
     union_of,
 )
 from ecospec_train.quiet import OtherLoad, is_busy, wait_until_quiet
@@ -145,15 +146,15 @@ class Cell:
         return float(np.mean(self.unions))
 
     @property
-    def median(self) -> float:
-        """Median time in ms."""
-        return float(np.median(self.milliseconds))
+    def ms(self) -> float:
+        """Time of a pass, undisturbed."""
+        return undisturbed(self.milliseconds)
 
     @property
     def spread(self) -> float:
         """Interquartile range of the times over their median."""
-        low, high = np.percentile(self.milliseconds, [25, 75])
-        return float((high - low) / self.median)
+        low, middle, high = np.percentile(self.milliseconds, [25, 50, 75])
+        return float((high - low) / middle)
 
 
 def profile(config: ProfileConfig) -> DeviceProfile:
@@ -180,7 +181,7 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     passes, plain = measure_passes(target, drafter, text, config)
     cost = fit_pass_cost(
         np.array([p.n for p in passes], np.float64), np.array([p.union for p in passes]),
-        np.array([p.context for p in passes], np.float64), np.array([p.median for p in passes]), config.seed,
+        np.array([p.context for p in passes], np.float64), np.array([p.ms for p in passes]), config.seed,
     )  # fmt: skip
     result = base_profile(target, passes, cost, plain, config)
     drafting = measure_drafting(target, drafter, predictor, text, result, config)
@@ -212,7 +213,7 @@ def measure_passes(
 ) -> tuple[list[Cell], tuple[float, float]]:
     """Time passes for every cell of the design in interleaved rounds; each one's union is recorded after it was timed.
 
-    Every round has its plain steps too, so that a machine which slows down slows both: medians as of `plain_steps`.
+    Every round has its plain steps too, so that a machine which slows down slows both: as of `plain_steps`.
     """
     cells = design(config)
     caches = {context: prefilled(target, text[:context]) for context in config.contexts}
@@ -252,7 +253,7 @@ def costs_by_layer(target: Target, passes: list[Cell]) -> tuple[float, ...]:
         return ()
     rows = np.array([cell.n for cell in timed], np.float64)
     unions = np.array([cell.union for cell in timed]) / target.moe_layers
-    return layer_costs(rows, unions, np.stack([np.median(cell.layers_ms, axis=0) for cell in timed]))
+    return layer_costs(rows, unions, np.stack([undisturbed(cell.layers_ms, axis=0) for cell in timed]))
 
 
 def base_profile(
@@ -313,23 +314,23 @@ def measure_drafting(
             if len(candidates):
                 timed(times["select"], partial(policy.select, candidates, base, context))
             steps.advance()
-    return drafting_costs({name: float(np.median(values)) if values else 0.0 for name, values in times.items()}, pools)
+    return drafting_costs({name: undisturbed(values) if values else 0.0 for name, values in times.items()}, pools)
 
 
-def drafting_costs(medians: dict[str, float], pools: dict[str, list[Pool]]) -> dict[str, float]:
-    """The drafter's part of a profile, from median ms by pool shape and the pools that took them: an n-gram drafter's vary."""
+def drafting_costs(taken: dict[str, float], pools: dict[str, list[Pool]]) -> dict[str, float]:
+    """The drafter's part of a profile, from ms by pool shape and the pools that took them: an n-gram drafter's vary."""
     levels, expanded, nodes = (
         {name: float(np.mean([size(pool) for pool in found])) for name, found in pools.items()}
         for size in (lambda pool: pool.levels, lambda pool: pool.expanded, len)
     )
     wider, deeper = expanded["full"] - expanded["narrow"], levels["narrow"] - levels["shallow"]
-    per_expanded = max(0.0, medians["full"] - medians["narrow"]) / wider if wider > 0 else 0.0
-    further = medians["narrow"] - medians["shallow"] - per_expanded * (expanded["narrow"] - expanded["shallow"])
+    per_expanded = max(0.0, taken["full"] - taken["narrow"]) / wider if wider > 0 else 0.0
+    further = taken["narrow"] - taken["shallow"] - per_expanded * (expanded["narrow"] - expanded["shallow"])
     level = max(0.0, further) / deeper if deeper > 0 else 0.0
     more = nodes["full"] - nodes["shallow"]
-    per_node = max(0.0, medians["predict_full"] - medians["predict_shallow"]) / more if more > 0 else 0.0
-    return {"draft_fixed_ms": medians["shallow"], "draft_level_ms": level, "draft_node_ms": per_expanded, "predict_node_ms": per_node,
-            "predict_ms": max(0.0, medians["predict_shallow"] - per_node * nodes["shallow"]), "select_ms": medians["select"]}  # fmt: skip
+    per_node = max(0.0, taken["predict_full"] - taken["predict_shallow"]) / more if more > 0 else 0.0
+    return {"draft_fixed_ms": taken["shallow"], "draft_level_ms": level, "draft_node_ms": per_expanded, "predict_node_ms": per_node,
+            "predict_ms": max(0.0, taken["predict_shallow"] - per_node * nodes["shallow"]), "select_ms": taken["select"]}  # fmt: skip
 
 
 def catch_up_and_expand(
