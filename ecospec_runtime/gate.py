@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-LOSS_SHARE = 0.009  # tokens that tries may lose per plain step around them: with the first loss, 1 % of a long text
-TRUST = 2.0  # credit at the start, in tokens
+LOSS_SHARE = 0.008  # tokens that tries may lose per plain step around them: with the first try, 1 % of some 3,000 steps
+TRUST = 5.0  # credit of a try, in tokens: chance takes this from drafting that gains an eighth in one try of seven
 CHANCE = 20.0  # most credit, in mean squares of a step's gain ...
 MOST = 24.0  # ... and in tokens
 MEMORY = 0.9  # weight of what was known before in the mean square
@@ -80,8 +80,8 @@ def repaying(loss: float) -> int:
 class DraftGate(Resting):
     """Drafting has a credit, in tokens: what drafts gain is put by, what they lose is taken off.
 
-    Once it is overdrawn, drafting rests until the debt is `LOSS_SHARE` of the plain steps since, and starts again from nothing. So
-    in no stretch of text, whatever is accepted, does it lose more than its credit, that share of the plain steps, and a step's loss.
+    Once it is overdrawn, drafting rests until what a try has lost is `LOSS_SHARE` of the plain steps since, and is tried again. So in
+    no stretch of text, whatever is accepted, does it lose more than its credit, that share of the plain steps, and a step's loss.
 
     Credit is bounded, so that what other text has gained does not pay for long (the CUSUM test of Page, Biometrika 41, 1954).
     Chance alone uses up a credit c with probability exp(-2cm/v) where a step gains m with variance v: the bound goes with v.
@@ -98,7 +98,7 @@ class DraftGate(Resting):
             return
         gained = accepted - self.outlook.cost
         self.square = MEMORY * self.square + (1.0 - MEMORY) * gained * gained
-        self.credit = min(self.credit + gained, CHANCE * self.square, MOST)
+        self.credit = min(self.credit + gained, max(CHANCE * self.square, TRUST), MOST)
         if self.credit < 0.0:
-            self.wait = max(self.pause, repaying(-self.credit))
-            self.credit = 0.0
+            self.wait = max(self.pause, repaying(TRUST - self.credit))
+            self.credit = TRUST
