@@ -95,7 +95,7 @@ def test_within_a_twentieth_of_the_floor(n: int, shape: tuple[int, ...], kind: s
     """Weights once, in the bytes that they are stored in; activations and workspaces little beside them.
 
     Up to 16 tokens even if no cache held any activation; a fifth then for quantised weights, which are two to four times fewer
-    bytes beside the same activations, and whose FP8 scales are loaded by each column of their block.
+    bytes beside the same activations, in tiles of fewer columns, and whose FP8 scales are loaded by each column of their block.
     """
     experts, top_k, hidden, units = shape
     counted = traffic(routing(n, n, experts, top_k), experts, hidden, units, BF16, kind)
@@ -103,4 +103,4 @@ def test_within_a_twentieth_of_the_floor(n: int, shape: tuple[int, ...], kind: s
     plain = kind == "plain"
     if n <= 16:
         assert counted.weights + counted.activations + counted.repeats <= (1.05 if plain else 1.2) * counted.floor
-    assert counted.repeats < (0.15 if plain else 0.4) * counted.floor
+    assert counted.repeats < (0.15 if plain else 0.75) * counted.floor

@@ -44,8 +44,9 @@ def form(n: int, dtype: torch.dtype, backend: str = BACKEND, kind: str = PLAIN) 
     if kind == FP8:
         return Form(Tile(rows, 32 if rows == 64 else 64, 64), 8 if rows == 64 else 4, 2 if backend == HIP else 3)
     if kind == MXFP4:
-        columns = 16 if rows == 64 and backend == HIP else 32
-        return Form(Tile(rows, columns, 128), 8 if rows == 64 else 4, 2 if rows == 64 or backend == HIP else 3)
+        return Form(
+            Tile(rows, 16 if rows == 64 else 32, 128), 8 if rows == 64 else 4, 2 if rows == 64 or backend == HIP else 3
+        )
     if backend == HIP:  # 64 KB of shared memory
         return Form(Tile(rows, 64, 64 if dtype.itemsize == 2 else 32), 4, 2)
     warps = 8 if rows == 64 else 4
