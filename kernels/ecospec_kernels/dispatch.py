@@ -243,3 +243,9 @@ def expert_predictor(hidden_NW: Tensor, head_LEW: Tensor, bias_LE: Tensor, top_k
     arguments = hidden_NW, head_LEW, bias_LE, top_k, *rest
     module = _choose("expert_predictor", False, _fused("expert_predictor", *arguments))
     return module.expert_predictor(*arguments)  # type: ignore[no-any-return]
+
+
+def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature: Tensor) -> Tensor:
+    """Keyed Gumbel draw of each row -> [R] int64; see `draw_rows/reference.py`."""
+    arguments = logits_RV, positions_R, seed, temperature
+    return _choose("draw_rows", False, _fused("draw_rows", *arguments)).draw_rows(*arguments)  # type: ignore[no-any-return]
