@@ -125,7 +125,7 @@ def test_one_token_prompts(case: tuple[Target, list[int]]) -> None:
 def test_padding_repeats_the_root(case: tuple[Target, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """It wants the root's experts, so that none more is read."""
     target, text = case
-    for nodes in (NODES, 4):  # the rows behind the budget, and those of nodes that the pool lacks
+    for nodes in (4, NODES):  # rows of nodes that the pool lacks, and those behind the budget
         step, pools = given(case, budget=NODES)
         pool = pool_of(text[PROMPT:], random.Random(0), target)
         pools.fill(DevicePool(*(part[:nodes] for part in pool[:4]), pool.root_mask))
@@ -134,7 +134,7 @@ def test_padding_repeats_the_root(case: tuple[Target, list[int]], monkeypatch: p
         step()
         assert step.rows == 16 and len(seen) == target.moe_layers
         assert all(torch.equal(index[1 + nodes :], index[:1].expand(15 - nodes, -1)) for index in seen)
-        assert any(not torch.equal(index[row], index[0]) for index in seen for row in range(1, 1 + nodes))
+    assert any(not torch.equal(index[row], index[0]) for index in seen for row in range(1, 1 + NODES))
 
 
 def gathered(hidden: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate: Any = SWIGLU,
