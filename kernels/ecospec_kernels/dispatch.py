@@ -236,3 +236,16 @@ def commit_path(keys_HCD: Tensor, values_HCE: Tensor, rows_m: Tensor, count: Ten
     """Keep the accepted rows of a pass, in place -> committed rows [1]; see `commit_path/reference.py`."""
     arguments = keys_HCD, values_HCE, rows_m, count, past
     return _choose("commit_path", False, _fused("commit_path", *arguments)).commit_path(*arguments)  # type: ignore[no-any-return]
+
+
+def expert_predictor(hidden_NW: Tensor, head_LEW: Tensor, bias_LE: Tensor, top_k: int, *rest: Any) -> Tensor:
+    """Predicted experts of every row and layer; `rest`: shrinkage and output, see `expert_predictor/reference.py`."""
+    arguments = hidden_NW, head_LEW, bias_LE, top_k, *rest
+    module = _choose("expert_predictor", False, _fused("expert_predictor", *arguments))
+    return module.expert_predictor(*arguments)  # type: ignore[no-any-return]
+
+
+def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature: Tensor) -> Tensor:
+    """Keyed Gumbel draw of each row -> [R] int64; see `draw_rows/reference.py`."""
+    arguments = logits_RV, positions_R, seed, temperature
+    return _choose("draw_rows", False, _fused("draw_rows", *arguments)).draw_rows(*arguments)  # type: ignore[no-any-return]

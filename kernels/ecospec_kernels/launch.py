@@ -29,6 +29,7 @@ class Configuration:
     constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
+    fp_fusion: bool = True  # whether products and sums may become one multiply-add
 
 
 def on_device(t: Tensor) -> AbstractContextManager[Any]:

@@ -167,5 +167,5 @@ def configurations(backend: str) -> list[Configuration]:
                 for limited in (True, False):
                     name = f"select_nodes {'ratio' if ratio else 'throughput'}{' limited' if limited else ''} {nodes}x{words}"
                     constants = options | {"RATIO": ratio, "LIMITED": limited}
-                    found.append(Configuration(name, select_kernel, types, constants, warps))
+                    found.append(Configuration(name, select_kernel, types, constants, warps, fp_fusion=False))
     return found
