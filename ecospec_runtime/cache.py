@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ecospec_kernels import dispatch
+
 
 class GrowingLayer(DynamicLayer):
     """One layer's keys and values `[B, H, R, D]`: views of buffers that double, so a step does not copy the past."""
@@ -36,12 +38,13 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = keys.narrow(2, 0, past + new), values.narrow(2, 0, past + new)
         return self.keys, self.values
 
-    def keep(self, start: int, index: Tensor | None, length: int) -> None:
-        """Cut to `length` rows; the ones from `start` on are taken from rows `index` if given."""
-        if index is not None:
-            for buffer in self.buffers:
-                kept = buffer.index_select(3, index.to(buffer.device))
-                buffer.narrow(3, start, length - start).copy_(kept)
+    def keep(self, start: int, path: Tensor | None, length: int) -> None:
+        """Cut to `length` rows. `path`, int32 on the layer's device: how many of them to move, `start`, and where from behind it."""
+        if path is not None:
+            count, past, rows = path[:1], path[1:2], path[2:]
+            if not dispatch.fast_commit(self.buffers[0][0][0], self.buffers[-1][-1][0], rows, count, past):
+                for buffer in self.buffers:
+                    buffer.narrow(3, start, len(rows)).copy_(buffer.index_select(3, start + rows))
         self.keys, self.values = self.keys.narrow(2, 0, length), self.values.narrow(2, 0, length)
 
     def _grow(self, needed: int) -> None:
@@ -77,10 +80,13 @@ class TargetCache:
         still = next((i for i, row in enumerate(kept) if row != i), len(kept))  # rows that stay where they are
         if still == len(kept) and length == len(self):
             return
-        index = torch.tensor(kept[still:]) + past if still < len(kept) else None
+        moved = [row - still for row in kept[still:]]
+        path = torch.tensor([len(moved), past + still, *moved], dtype=torch.int32) if moved else None
         for layer in self.inner.layers:
             assert isinstance(layer, GrowingLayer)
-            layer.keep(past + still, index, length)
+            if path is not None:
+                path = path.to(layer.keys.device)  # a transfer only where the device changes
+            layer.keep(past + still, path, length)
 
 
 def cache_argument(module: Any) -> str:

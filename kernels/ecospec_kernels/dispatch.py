@@ -192,6 +192,14 @@ def tree_attention(
     return module.tree_attention(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)  # type: ignore[no-any-return]
 
 
+def fast_attention(*arguments: Any) -> Tensor | None:
+    """`tree_attention` by a kernel, or None where only the reference takes the call: for a caller with its own fallback."""
+    fused = _fused("tree_attention", *arguments)
+    if not fused and not supports_attention(*arguments[:4]):
+        return None
+    return _choose("tree_attention", True, fused).tree_attention(*arguments)  # type: ignore[no-any-return]
+
+
 def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor, embedding: Tensor) -> bool:
     """Whether the CPU kernels of `draft_rows` and `draft_tree` take these matrices (one dtype), rows and embedding."""
     fits = rows.is_cpu and rows.dtype is torch.float32 and _plain(embedding) and embedding.is_contiguous()
@@ -236,6 +244,14 @@ def commit_path(keys_HCD: Tensor, values_HCE: Tensor, rows_m: Tensor, count: Ten
     """Keep the accepted rows of a pass, in place -> committed rows [1]; see `commit_path/reference.py`."""
     arguments = keys_HCD, values_HCE, rows_m, count, past
     return _choose("commit_path", False, _fused("commit_path", *arguments)).commit_path(*arguments)  # type: ignore[no-any-return]
+
+
+def fast_commit(*arguments: Any) -> bool:
+    """`commit_path` by the Triton kernel; False where it does not take the call: for a caller with its own fallback."""
+    fused = _fused("commit_path", *arguments)
+    if fused:
+        _choose("commit_path", False, fused).commit_path(*arguments)
+    return fused
 
 
 def expert_predictor(hidden_NW: Tensor, head_LEW: Tensor, bias_LE: Tensor, top_k: int, *rest: Any) -> Tensor:
