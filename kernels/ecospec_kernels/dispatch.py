@@ -132,11 +132,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def supports_experts(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Any, down: Any, *biases: Tensor | None
 ) -> bool:
-    """Whether the CPU kernel takes this call: contiguous gate_up [E, 2M, D], down [E, D, M] and biases, all of one dtype."""
+    """Whether the CPU kernel takes this call: contiguous, plain gate_up [E, 2M, D], down [E, D, M] and biases, all of one dtype."""
     return (
-        ENABLED and _rows(hidden_ND.size(0), gate_up) and index_NK.dtype is torch.int64 and gate_up.dtype is down.dtype
+        ENABLED and isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        and _rows(hidden_ND.size(0), gate_up) and index_NK.dtype is torch.int64 and gate_up.dtype is down.dtype
         and _plain(hidden_ND) and hidden_ND.stride(1) == 1 and _plain(weight_NK) and _plain(gate_up) and _columns(gate_up.size(2), gate_up.dtype)
         and _columns(down.size(2), down.dtype) and down.size(1) >= 8 and not torch.is_grad_enabled()
         and index_NK.is_contiguous() and weight_NK.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
@@ -145,10 +146,11 @@ def supports_experts(
     )  # fmt: skip
 
 
-def expert_mlp(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
-) -> Tensor:
-    """Experts of one MoE layer -> [n, D] in hidden's dtype; `rest`: gate and biases, see `expert_mlp/reference.py`."""
+def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Any, down: Any, *rest: Any) -> Tensor:
+    """Experts of one MoE layer -> [n, D] in hidden's dtype; `rest`: gate and biases, see `expert_mlp/reference.py`.
+
+    gate_up and down: tensors, or its `Fp8` or `Mxfp4`, which the CPU kernel does not take.
+    """
     arguments = hidden_ND, index_NK, weight_NK, gate_up, down, *rest
     fused = _fused("expert_mlp", *arguments)
     module = _choose("expert_mlp", not fused and supports_experts(*arguments[:5], *rest[1:]), fused)
