@@ -133,14 +133,27 @@ def correctness(case: Case, device: Device) -> dict[str, Any]:
 def timing(case: Case, device: Device, clock: Clock, ceiling: float) -> dict[str, Any]:
     """A row of the table of times. `failed`: why there is no time, or None; `ceiling` in bytes per second."""
     assert case.work is not None
-    row: dict[str, Any] = {"op": case.op, "model": case.model, "shape": case.shape, **case.work._asdict(), "failed": None}
+    row: dict[str, Any] = {
+        "op": case.op,
+        "model": case.model,
+        "shape": case.shape,
+        **case.work._asdict(),
+        "failed": None,
+    }
     try:
         inputs, expected = gated(case, device)
         fused = case.twin("fused")
         ms = clock.graph(lambda: fused(*inputs))
         rate = case.work.floor / max(ms, 1e-9) * 1e3
-        row |= {"ms": ms, "eager_ms": clock.eager(lambda: fused(*inputs)), "bytes_per_second": rate, "of_ceiling": rate / ceiling}
-        row["baselines"] = {name: _baseline(case, call, inputs, expected, clock) for name, call in case.baselines.items()}
+        row |= {
+            "ms": ms,
+            "eager_ms": clock.eager(lambda: fused(*inputs)),
+            "bytes_per_second": rate,
+            "of_ceiling": rate / ceiling,
+        }
+        row["baselines"] = {
+            name: _baseline(case, call, inputs, expected, clock) for name, call in case.baselines.items()
+        }
     except Exception as error:
         row["failed"] = first_line(error)
     finally:

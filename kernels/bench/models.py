@@ -32,7 +32,9 @@ class Model(NamedTuple):
 
 
 QWEN3 = Model("Qwen3-235B-A22B", 4096, 128, 8, 1536, 94, 64, 4, 128, 128, 151936)
-GPT_OSS = Model("GPT-OSS-120B", 2880, 128, 4, 2880, 36, 64, 8, 64, 64, 201088, Gate(True, 1.702, 7.0, 1.0), True, True, 128)
+GPT_OSS = Model(
+    "GPT-OSS-120B", 2880, 128, 4, 2880, 36, 64, 8, 64, 64, 201088, Gate(True, 1.702, 7.0, 1.0), True, True, 128
+)
 # Attention in its latent form: 128 heads share one key of 512 + 64 numbers, whose first 512 are the value.
 DEEPSEEK = Model("DeepSeek-V3.1", 7168, 256, 8, 2048, 58, 128, 1, 576, 512, 129280, routing_groups=(8, 4))
 MODELS = (QWEN3, GPT_OSS, DEEPSEEK)
@@ -40,11 +42,12 @@ PREDICTOR_WIDTH = 512  # of the predictor's trunk for targets of this size
 
 
 class Chip(NamedTuple):
-    """Published peaks: memory, dense bf16 products; and what the estimate of `select_nodes` needs of one processor."""
+    """Published peaks: memory, dense bf16 products, float32 on vector units; and what the estimate of `select_nodes` needs of one processor."""
 
     name: str
     bytes_per_second: float
     flops_per_second: float
+    float32_per_second: float
     clock: float  # Hz
     cache_bytes: int  # first-level cache, bytes per clock
     popcounts: int  # per clock
@@ -54,8 +57,8 @@ class Chip(NamedTuple):
 # NVIDIA A100, H100 and H200 data sheets, CUDA C++ Programming Guide (throughput of native arithmetic instructions);
 # AMD Instinct MI300X data sheet, CDNA 3 white paper. Clocks: A100 and MI300X the published boost, the others below it (1.98).
 CHIPS = (
-    Chip("A100 80GB", 2.04e12, 312e12, 1.41e9, 128, 16, 64),
-    Chip("H100 SXM", 3.35e12, 989e12, 1.7e9, 128, 16, 64),
-    Chip("H200", 4.8e12, 989e12, 1.7e9, 128, 16, 64),
-    Chip("MI300X", 5.3e12, 1307e12, 2.1e9, 64, 64, 64),
+    Chip("A100 80GB", 2.04e12, 312e12, 19.5e12, 1.41e9, 128, 16, 64),
+    Chip("H100 SXM", 3.35e12, 989e12, 67e12, 1.7e9, 128, 16, 64),
+    Chip("H200", 4.8e12, 989e12, 67e12, 1.7e9, 128, 16, 64),
+    Chip("MI300X", 5.3e12, 1307e12, 163e12, 2.1e9, 64, 64, 64),
 )

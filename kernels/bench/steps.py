@@ -55,7 +55,8 @@ def predictor_work(n: int, layers: int, experts: int, width: int) -> Work:
     out = n * layers * words_for(experts) * 4
     tiles = -(-n // predictor_fused.form(experts).R)
     again = (layers - 1) * hidden + 4 * layers * tiles * width * 4
-    return Work(head + hidden + out, head + hidden + out, (tiles - 1) * head + again)
+    return Work(head + hidden + out, head + hidden + out, (tiles - 1) * head + again,
+                float32=2 * n * layers * experts * width)  # fmt: skip
 
 
 def _predict(model: str, n: int, layers: int, experts: int, width: int, top_k: int, output: str, shrinkage: float, odd: bool) -> Case:  # fmt: skip
@@ -120,7 +121,9 @@ def check_draw(result: Tensor, expected: Tensor, inputs: Inputs) -> None:
     sums = logits.float() + temperature * noise
     error = 2 * (temperature * draws.noise_error(noise) + sums.abs() * ROUNDING[FP32]).max(1).values
     lost = sums.max(1).values - sums.gather(1, result[:, None])[:, 0]
-    assert result.shape == expected.shape and (lost <= error).all(), f"a token is {float(lost.max()):.1e} below the best"
+    assert result.shape == expected.shape and (lost <= error).all(), (
+        f"a token is {float(lost.max()):.1e} below the best"
+    )
 
 
 def _logits(n: int, vocabulary: int, dtype: torch.dtype, device: Device) -> Tensor:
@@ -168,14 +171,24 @@ def _verify(model: str, n: int, accepted: int) -> Case:
 def check_cache(result: Any, expected: Any, inputs: Inputs) -> None:
     """The new length, and rows up to it, bit for bit; what lies behind is rubbish."""
     length = int(expected[0])
-    equal((result[0], *(t[:, :length] for t in result[1:])), (expected[0], *(t[:, :length] for t in expected[1:])), inputs)
+    equal(
+        (result[0], *(t[:, :length] for t in result[1:])), (expected[0], *(t[:, :length] for t in expected[1:])), inputs
+    )
 
 
 def _commit(model: str, groups: int, width: int, value_width: int, past: int, rows: int, kept: list[int], dtype: torch.dtype) -> Case:  # fmt: skip
     def make(device: Device) -> Inputs:
-        keys, values = (draw(device, i, groups, past + rows, dim, dtype=dtype) for i, dim in enumerate((width, value_width)))
+        keys, values = (
+            draw(device, i, groups, past + rows, dim, dtype=dtype) for i, dim in enumerate((width, value_width))
+        )
         places = torch.tensor(kept + [-1] * (rows - len(kept)), dtype=INT32, device=device)
-        return keys, values, places, torch.tensor([len(kept)], dtype=INT32, device=device), torch.tensor([past], device=device)
+        return (
+            keys,
+            values,
+            places,
+            torch.tensor([len(kept)], dtype=INT32, device=device),
+            torch.tensor([past], device=device),
+        )
 
     moving = sum(row != i for i, row in enumerate(kept))
     size = 2 * moving * groups * (width + value_width) * dtype.itemsize + 4 * rows + 20
@@ -185,7 +198,9 @@ def _commit(model: str, groups: int, width: int, value_width: int, past: int, ro
 
 
 def _real(model: Model) -> list[Case]:
-    found = [_predict(model.name, 1 + POOL, model.layers, model.experts, PREDICTOR_WIDTH, model.top_k, "masks", 0.0, False)]
+    found = [
+        _predict(model.name, 1 + POOL, model.layers, model.experts, PREDICTOR_WIDTH, model.top_k, "masks", 0.0, False)
+    ]
     found += [_select(model.name, POOL, model.layers, model.experts, model.top_k, budget, kind)
               for budget, kind in ((16, "throughput"), (POOL, "throughput"), (POOL, "ratio"))]  # fmt: skip
     for n in ROWS:
