@@ -77,7 +77,7 @@ def _predict(model: str, n: int, layers: int, experts: int, width: int, top_k: i
 
 
 def select_work(nodes: int, layers: int, experts: int, budget: int) -> Work:
-    """Sets, reach and parents once; the sets again in every round, from the first-level cache."""
+    """Sets, reach and parents once; at most all sets again in every round (only open nodes' are), from the first-level cache."""
     sets, root = nodes * layers * words_for(experts) * 4, layers * words_for(experts) * 4
     once = sets + root + nodes * 12 + budget * 8 + 44
     return Work(once, once + root, budget * (sets + 3 * root))
@@ -163,7 +163,7 @@ def _verify(model: str, n: int, accepted: int) -> Case:
         parents[n // 2 :] = 0
         return tuple(t.to(device) for t in (following, torch.arange(1, n + 1), parents))
 
-    size = n * 16 + (n + 1) * 20 + 12
+    size = 16 * n + 8 * (accepted + 1) + 12 * (n + 1) + 12  # the walk looks up the rows that it accepts
     return Case("verify_tree", model, f"{n} nodes, {accepted} accepted", make, equal, None if model == "odd" else Work(size, size),
                 {} if model == "odd" else {"reference": verify.verify_tree})  # fmt: skip
 
