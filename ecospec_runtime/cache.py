@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ecospec_kernels import dispatch
 
@@ -87,6 +87,62 @@ class TargetCache:
             if path is not None:
                 path = path.to(layer.keys.device)  # a transfer only where the device changes
             layer.keep(past + still, path, length)
+
+
+class FixedLayer(CacheLayerMixin):
+    """One layer of a `FixedCache`: keys `[1, H, R, D]` and values in buffers that never move."""
+
+    keys: Tensor  # type: ignore[assignment]
+    values: Tensor  # type: ignore[assignment]
+
+    def __init__(self, cache: FixedCache, grown: Any):
+        super().__init__()
+        self.cache, self.is_initialized = cache, True
+        self.keys, self.values = self._room(grown.keys), self._room(grown.values)
+
+    def _room(self, past: Tensor) -> Tensor:
+        buffer = torch.zeros(*past.shape[:2], self.cache.capacity, past.shape[3], dtype=past.dtype, device=past.device)
+        buffer[:, :, : past.shape[2]] = past
+        return buffer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The buffers are there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the pass's rows where the cache says; returns the rows that the pass may look at, used or not."""
+        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
+            buffer.index_copy_(2, self.cache.rows, new)
+        return self.keys.narrow(2, 0, self.cache.span), self.values.narrow(2, 0, self.cache.span)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """What a mask of transformers' own would cover; a pass brings its own."""
+        return self.cache.span, 0
+
+    def get_seq_length(self) -> int:
+        """0: how many rows are committed only the device knows; a pass brings its positions."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Rows of the buffers."""
+        return self.cache.capacity
+
+
+class FixedCache:
+    """A copy of a cache for passes of fixed shape: a CUDA graph that was captured with its buffers can be replayed.
+
+    `rows` [n] int64 on the device: where a pass writes its rows; `span`: how many rows, from the first, it may look at.
+    """
+
+    def __init__(self, grown: TargetCache, capacity: int):
+        """ValueError if the cache has no layers yet, or more rows than `capacity`."""
+        if not grown.inner.layers or len(grown) > capacity:
+            raise ValueError(
+                f"a cache of {len(grown)} rows and {len(grown.inner.layers)} layers does not fit {capacity} rows"
+            )
+        self.capacity = self.span = capacity
+        self.rows = torch.zeros(0, dtype=torch.int64)
+        self.layers = [FixedLayer(self, layer) for layer in grown.inner.layers]
+        self.inner = Cache(layers=[*self.layers])
 
 
 def cache_argument(module: Any) -> str:

@@ -8,28 +8,21 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
 from ecospec_kernels import dispatch
-from ecospec_runtime.architectures import Architecture, save
 from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.verify import children_of, device_walk, follow, walk
+from tests.families import FAMILIES, PROMPT, greedy_text, save_family
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"norm_topk_prob": True},
-    "gpt_oss": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "deepseek_v3": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2},
-}  # fmt: skip
-PROMPT, COUNT = 9, 8
+COUNT = 7
 OPS = {"expert_mlp", "tree_attention", "argmax_rows", "verify_tree", "commit_path"}
 DECODE = """
 import json, sys
@@ -49,9 +42,9 @@ for folder, text in json.loads(sys.stdin.read()).items():
     drafter.aux_layers = (0, 1, 2)
     dispatch.CALLS.clear()
     outcomes = {}
-    for policy in ("off", "confidence:budget=5"):
+    for policy, count in (("off", 3), ("confidence:budget=5", COUNT)):
         engine = Engine(target, drafter, policy=build_policy(parse_policy(policy)), pool=PoolConfig(depth=3, beam=2, width=4))
-        stream = engine.generate(text[:PROMPT], GenerationConfig(max_new_tokens=COUNT, eos_token_id=()))
+        stream = engine.generate(text[:PROMPT], GenerationConfig(max_new_tokens=count, eos_token_id=()))
         outcomes[policy] = [token.id for token in stream], stream.statistics.accepted
     found[folder] = outcomes, sorted(dispatch.CALLS)
 print(json.dumps(found))
@@ -61,15 +54,8 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     """Prompt and greedy text of transformers' own model, by the folder of each family's tiny instance in float32."""
-    rng, found = random.Random(3), {}
-    for name, changes in FAMILIES.items():
-        folder = tmp_path_factory.mktemp(name)
-        save(Architecture(name, "", {"num_hidden_layers": 2, **changes}), folder)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        prompt = torch.tensor([rng.sample(range(1, 96), PROMPT)])
-        text = model.generate(prompt, do_sample=False, max_new_tokens=COUNT, eos_token_id=None, pad_token_id=0)
-        found[str(folder)] = text[0].tolist()
-    return found
+    folders = [save_family(name, tmp_path_factory.mktemp(name)) for name in FAMILIES]
+    return {str(folder): greedy_text(folder, COUNT) for folder in folders}
 
 
 def test_the_engine_decodes_through_the_kernels(texts: dict[str, list[int]]) -> None:
@@ -86,7 +72,7 @@ def test_the_engine_decodes_through_the_kernels(texts: dict[str, list[int]]) -> 
     for folder, text in texts.items():
         outcomes, calls = found[folder]
         for policy, (ids, accepted) in outcomes.items():
-            assert ids == text[PROMPT:], (folder, policy)
+            assert ids == text[PROMPT:][: len(ids)] and len(ids) == (3 if policy == "off" else COUNT), (folder, policy)
             assert (accepted > 1) == (policy != "off"), (folder, policy, accepted)
         assert {op for op, implementation in calls if implementation == "fused"} == OPS
         assert not {op for op, implementation in calls if implementation != "fused"} & OPS, (folder, calls)
