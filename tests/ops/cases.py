@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -56,6 +57,14 @@ def assert_near(result: Tensor, expected: Tensor, floor: float = 2e-6) -> None:
     scale = float(expected.abs().max())
     step = {BF16: 2**-7, FP16: 2**-10, FP32: 5e-6}[expected.dtype]
     torch.testing.assert_close(result.float(), expected.float(), rtol=step, atol=floor * scale)
+
+
+def far_apart(folder: Path, t: Tensor, apart: int) -> Tensor:
+    """A copy of `t` whose first dimension's stride is `apart` numbers, in a sparse file: only what is touched takes memory."""
+    t = t.contiguous()
+    size = (t.size(0) - 1) * apart + t[0].numel()
+    stored = torch.from_file(str(folder / f"far{apart}"), shared=True, size=size, dtype=t.dtype)
+    return stored.as_strided(t.shape, (apart, *t.stride()[1:])).copy_(t)
 
 
 def poisoned(op: Callable[..., T], *arguments: object) -> T:

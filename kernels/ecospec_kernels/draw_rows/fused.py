@@ -11,7 +11,7 @@ from ecospec_kernels.argmax_rows import fused as argmax
 from ecospec_kernels.argmax_rows.fused import BLOCK, PIECE, _key
 from ecospec_kernels.checks import first, refuse
 from ecospec_kernels.draw_rows import reference
-from ecospec_kernels.launch import TYPES, Configuration, on_device, power_of_two
+from ecospec_kernels.launch import TYPES, Configuration, on_device
 
 STEP, (FACTOR, LAST_FACTOR) = tl.constexpr(reference.STEP), map(tl.constexpr, reference.FACTORS)
 SHIFT, SECOND_SHIFT, LAST_SHIFT = map(tl.constexpr, reference.SHIFTS)
@@ -69,7 +69,7 @@ def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature:
             logits_RV, positions_R, seed, temperature, keys, logits_RV.stride(0), vocabulary, pieces,
             BLOCK=BLOCK, PIECE=PIECE, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
-        argmax.combine_kernel[(rows,)](keys, out, pieces, P=power_of_two(pieces), num_warps=1)
+        argmax.combine_kernel[(rows,)](keys, out, pieces, P=argmax.MAX_PIECES, num_warps=1)
     return out
 
 
