@@ -62,6 +62,7 @@ def kind_of(matrix: Matrix) -> str:
 
 def _operand(matrix: Matrix) -> dict[str, Any]:
     """What the kernels are told of a matrix."""
+    scales: Tensor | None
     kind, block = kind_of(matrix), (1, GROUP)
     if isinstance(matrix, Tensor):
         values, scales, (expert, row, depth) = matrix, None, matrix.stride()
