@@ -124,6 +124,21 @@ def test_decoding(narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["calls"] and "| off |" in gpu_report._decode(found)
 
 
+def test_stepping(narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, without a graph; a step that gives another text in float32 is a failure."""
+    run = Run("cpu", time.monotonic() + 100, lambda found: None)
+    gpu_stages.step(run, budgets=(0, 3), tokens=5)
+    assert run.found["failed"] == [] and all(row["same_text"] for row in run.found["rows"][:2])
+    assert [(row["dtype"], row["rows"]) for row in run.found["rows"]] == [
+        (d, n) for d in ("float32", "bfloat16") for n in (1, 4)
+    ]
+    assert "| float32 | 3 | 4 |" in gpu_report._step(run.found)
+    right = gpu_stages._stepped
+    monkeypatch.setattr(gpu_stages, "_stepped", lambda *a: right(*a) | {"same_text": False})
+    gpu_stages.step(run, budgets=(0,), tokens=2)
+    assert run.found["failed"] == ["float32: a step with 0 nodes gives another text than the engine"]
+
+
 def test_the_report(tmp_path: Path) -> None:
     """Failures show in the table of stages and in that of times."""
     work: dict[str, Any] = {"op": "expert_mlp", "model": "m", "shape": "1 row", "failed": None}

@@ -11,26 +11,29 @@ each, are not in it.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from bench import registry
 from bench.case import Case, Work
 from bench.models import CHIPS, CONTEXTS, DEEPSEEK, GPT_OSS, Chip
 from ecospec_kernels.bitsets import words_for
+from ecospec_kernels.select_nodes.fused import shape_options
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 MARK = "<!-- {} of `python -m bench.floors --write` -->"
 SHOWN = ("1 row", "8 rows", "64 rows")  # of those that are timed
+LOAD, CACHED_LOAD = 300, 40  # clocks of a load from the second-level cache and from the first
 WAITS = {  # clocks of a round that nothing hides, each the latency of one dependent step
-    "covered words and sets: a load from the second-level cache": 300,
+    "the first load of covered words, from the second-level cache": LOAD,
     "sums over a row, then two reductions and a broadcast over the block": 4 * 100,
     "double-precision score with a division": 200,
     "the chosen set: a load, an `or` and a store": 400,
     "two barriers": 2 * 40,
 }
 LAUNCH_MS, FIRST_READ_MS = 0.005, 0.005
+SELECT = (64, 58, 256)  # nodes, layers, experts of the bar
 
 
 def seconds(work: Work, chip: Chip) -> tuple[float, float]:
@@ -77,48 +80,57 @@ def shown(case: Case) -> bool:
     return rows in SHOWN if case.op == "expert_mlp" else case.model == DEEPSEEK.name
 
 
-def round_clocks(chip: Chip, nodes: int, layers: int, experts: int) -> dict[str, float]:
-    """Clocks of one round of `select_nodes` in one block, which has one processor to itself."""
-    words = nodes * layers * words_for(experts)
-    return {
-        f"load {4 * words} bytes at {chip.cache_bytes} a clock": 4 * words / chip.cache_bytes,
-        f"count the bits of {words} words at {chip.popcounts} a clock": words / chip.popcounts,
-        f"address, `or` and add: 4 operations a word at {chip.operations} a clock": 4 * words / chip.operations,
-        **WAITS,
+class Round(NamedTuple):
+    """Clocks of one round of `select_nodes` by what takes them: pipes that work side by side, and waits one after the other."""
+
+    pipes: dict[str, float]
+    waits: dict[str, float]
+
+    @property
+    def overlapped(self) -> float:
+        """Pipes side by side."""
+        return max(self.pipes.values()) + sum(self.waits.values())
+
+    @property
+    def serial(self) -> float:
+        """Nothing at the same time as anything else."""
+        return sum(self.pipes.values()) + sum(self.waits.values())
+
+
+def round_of(chip: Chip, nodes: int, layers: int, experts: int) -> Round:
+    """In one block, which has one processor to itself, all nodes being open."""
+    wide = words_for(experts)
+    words = nodes * layers * wide
+    chunks = -(-layers // shape_options(nodes, wide, nodes)["LB"])
+    pipes = {
+        f"load {4 * words} bytes": 4 * words / chip.cache_rate,
+        f"count the bits of {words} words": words / chip.popcounts,
+        "address, `or` and add: 4 operations a word": 4 * words / chip.operations,
     }
+    wait = CACHED_LOAD if 4 * words <= chip.cache else LOAD
+    chunk = f"{chunks} chunks of layers: a load each, from the second-level cache where the sets do not fit the first"
+    return Round(pipes, {chunk: chunks * wait, **WAITS})
 
 
-def select_ms(chip: Chip, nodes: int, layers: int, experts: int, budget: int) -> float:
-    """Estimate, nothing overlapping: rounds of `round_clocks`, a launch and the first read from memory."""
-    clocks = sum(round_clocks(chip, nodes, layers, experts).values())
+def select_ms(chip: Chip, clocks: float, budget: int) -> float:
+    """Rounds of so many clocks, a launch and the first read from memory."""
     return budget * clocks / chip.clock * 1e3 + LAUNCH_MS + FIRST_READ_MS
 
 
 def estimate() -> str:
-    """The arithmetic for 64 nodes, 58 layers of 256 experts and a budget of 64."""
-    shape = (64, 58, 256)
-    parts = [round_clocks(chip, *shape) for chip in CHIPS]
+    """The arithmetic for `SELECT`."""
+    rounds = [round_of(chip, *SELECT) for chip in CHIPS]
     lines = [["clocks of one round", *(chip.name for chip in CHIPS)], ["---", *["---:"] * len(CHIPS)]]
-    for values in zip(*(part.items() for part in parts), strict=True):
-        name = values[0][0] if len({key for key, _ in values}) == 1 else re.sub(r" at \d+ a clock", "", values[0][0])
-        lines.append([name, *(f"{value:.0f}" for _, value in values)])
-    lines.append(["together, one after the other", *(f"{sum(part.values()):.0f}" for part in parts)])
-    lines.append(
-        [
-            "us at this clock, GHz",
-            *(
-                f"{1e6 * sum(p.values()) / c.clock:.2f} at {c.clock / 1e9:.2f}"
-                for p, c in zip(parts, CHIPS, strict=True)
-            ),
-        ]
-    )
-    for budget in (16, 64):
-        lines.append(
-            [
-                f"**ms for {budget} rounds**, launch and first read",
-                *(f"**{select_ms(chip, *shape, budget):.3f}**" for chip in CHIPS),
-            ]
-        )
+    for part in ("pipes", "waits"):
+        for name in getattr(rounds[0], part):
+            lines.append([name, *(f"{getattr(one, part)[name]:.0f}" for one in rounds)])
+    for name, field in (("pipes side by side, then the waits", "overlapped"), ("nothing side by side", "serial")):
+        clocks = [getattr(one, field) for one in rounds]
+        lines.append([f"together, {name}", *(f"{count:.0f}" for count in clocks)])
+        for budget in (16, 64):
+            times = (select_ms(chip, count, budget) for chip, count in zip(CHIPS, clocks, strict=True))
+            lines.append([f"**ms, {budget} rounds**", *(f"**{time:.3f}**" for time in times)])
+    lines.append(["at, GHz", *(f"{chip.clock / 1e9:.2f}" for chip in CHIPS)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -158,8 +159,8 @@ def timing(case: Case, device: Device, clock: Clock, ceiling: float) -> dict[str
         row["failed"] = first_line(error)
     finally:
         inputs = expected = None  # type: ignore[assignment]
-        if torch.device(device).type == "cuda":
-            gc.collect()
+        gc.collect()
+        with suppress(RuntimeError):  # a lost device is reported already
             torch.cuda.empty_cache()
     return row
 

@@ -49,7 +49,8 @@ class Chip(NamedTuple):
     flops_per_second: float
     float32_per_second: float
     clock: float  # Hz
-    cache_bytes: int  # first-level cache, bytes per clock
+    cache: int  # first-level cache, bytes
+    cache_rate: int  # bytes per clock that a processor loads from its caches
     popcounts: int  # per clock
     operations: int  # other integer operations per clock
 
@@ -57,8 +58,8 @@ class Chip(NamedTuple):
 # NVIDIA A100, H100 and H200 data sheets, CUDA C++ Programming Guide (throughput of native arithmetic instructions);
 # AMD Instinct MI300X data sheet, CDNA 3 white paper. Clocks: A100 and MI300X the published boost, the others below it (1.98).
 CHIPS = (
-    Chip("A100 80GB", 2.04e12, 312e12, 19.5e12, 1.41e9, 128, 16, 64),
-    Chip("H100 SXM", 3.35e12, 989e12, 67e12, 1.7e9, 128, 16, 64),
-    Chip("H200", 4.8e12, 989e12, 67e12, 1.7e9, 128, 16, 64),
-    Chip("MI300X", 5.3e12, 1307e12, 163e12, 2.1e9, 64, 64, 64),
+    Chip("A100 80GB", 2.04e12, 312e12, 19.5e12, 1.41e9, 192 << 10, 128, 16, 64),
+    Chip("H100 SXM", 3.35e12, 989e12, 67e12, 1.7e9, 256 << 10, 128, 16, 64),
+    Chip("H200", 4.8e12, 989e12, 67e12, 1.7e9, 256 << 10, 128, 16, 64),
+    Chip("MI300X", 5.3e12, 1307e12, 163e12, 2.1e9, 32 << 10, 64, 64, 64),
 )

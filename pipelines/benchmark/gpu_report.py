@@ -37,22 +37,14 @@ def _times(rows: Sequence[dict[str, Any]]) -> str:
     head = ("op", "model", "shape", "ms", "eager ms", "GB/s of floor bytes", "of the copy", "others, ms (over ours)")
     lines = []
     for row in rows:
+        which = (f"`{row['op']}`", row["model"], row["shape"])
         if row["failed"]:
-            lines.append(
-                (
-                    f"`{row['op']}`",
-                    row["model"],
-                    row["shape"],
-                    f"**FAILED**: {_cell(row['failed'], 160)}",
-                    "",
-                    "",
-                    "",
-                    "",
-                )
-            )
+            lines.append((*which, f"**FAILED**: {_cell(row['failed'], 160)}", *[""] * 4))
         else:
-            lines.append((f"`{row['op']}`", row["model"], row["shape"], _ms(row["ms"]), _ms(row["eager_ms"]),
-                          f"{row['bytes_per_second'] / 1e9:.0f}", f"{row['of_ceiling']:.2f}", _baselines(row)))  # fmt: skip
+            rate = f"{row['bytes_per_second'] / 1e9:.0f}"
+            lines.append(
+                (*which, _ms(row["ms"]), _ms(row["eager_ms"]), rate, f"{row['of_ceiling']:.2f}", _baselines(row))
+            )
     return _table(head, lines)
 
 
@@ -84,10 +76,12 @@ def _decode(stage: dict[str, Any]) -> str:
 
 
 def _step(stage: dict[str, Any]) -> str:
-    head = ("nodes chosen", "rows of the pass", "eager ms", "graph ms", "tokens a step", "text of `off`")
-    rows = [(str(row["budget"]), str(row["rows"]), _ms(row["eager_ms"]), _ms(row["graph_ms"]), f"{row['tokens_per_step']:.2f}", "yes" if row["same_text"] else "**no**")
-            for row in stage["rows"]]  # fmt: skip
-    return _table(head, rows)
+    head = ("dtype", "nodes chosen", "rows of the pass", "eager ms", "graph ms", "tokens a step", "text of the engine")
+    rows = [
+        (row["dtype"], str(row["budget"]), str(row["rows"]), _ms(row["eager_ms"]), _ms(row["graph_ms"]), f"{row['tokens_per_step']:.2f}",
+         "yes" if row["same_text"] else "no") for row in stage["rows"]
+    ]  # fmt: skip
+    return f"The same model: draft, choose by reach, verify, commit, and the transfer of the tokens to the host.\n\n{_table(head, rows)}"
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ nothing is lost with it.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench import registry
-from bench.measure import CudaClock, copy_rate, correctness, timing
+from bench.measure import CudaClock, copy_rate, correctness, first_line, timing
 
 MODEL = Path(__file__).resolve().parents[1] / "reference/model"
 # Of the reference's experts. On a GPU this model is bound by launches whatever the width; wider ones would only starve the
@@ -26,7 +27,15 @@ UNITS = 56
 PROMPT, PROMPTS, TOKENS = 96, 6, 48
 POLICIES = ("off", "confidence:budget=1", "confidence:budget=2", "confidence:budget=4", "confidence:budget=8")
 COSTED = ("prefix", "throughput:node_experts=2.8")  # they want a device profile and no predictor: 0.7 of top-4 a node
-ENGINE_OPS = ("expert_mlp", "tree_attention", "commit_path")  # that every bf16 decode on a GPU runs
+BUDGETS = (0, 3, 7, 15)  # nodes of a captured step
+STEP_OPS = ("select_nodes", "expert_mlp", "tree_attention", "argmax_rows", "verify_tree", "commit_path")
+ENGINE_OPS = (
+    "expert_mlp",
+    "tree_attention",
+    "argmax_rows",
+    "verify_tree",
+    "commit_path",
+)  # that every bf16 decode on a GPU runs
 
 
 @dataclass
@@ -142,19 +151,76 @@ def _costed(run: Run, engine: Any) -> tuple[str, ...]:
     except ModuleNotFoundError as error:
         run.keep(profile=f"none, because Python package '{error.name}' is not installed: no prefix, no throughput")
         return ()
-    config = ProfileConfig(
-        target="",
-        drafter="",
-        out=Path(),
-        tokens=(1, 2, 4, 8),
-        contexts=(PROMPT, 2 * PROMPT),
-        repeats=3,
-        max_seconds=12.0,
-        allow_busy=True,
-    )
-    engine.profile = measured(engine.target, engine.drafter, None, config)
+    config = ProfileConfig(target="", drafter="", out=Path(), tokens=(1, 2, 4, 8), contexts=(PROMPT, 2 * PROMPT), repeats=3,
+                           max_seconds=12.0, allow_busy=True)  # fmt: skip
+    try:
+        engine.profile = measured(engine.target, engine.drafter, None, config)
+    except Exception as error:  # policies that want no profile can still be compared
+        run.fail(f"profile: {first_line(error)}")
+        return ()
     run.keep(profile=engine.profile.model_dump(mode="json"))
     return COSTED
+
+
+def step(run: Run, budgets: Sequence[int] = BUDGETS, tokens: int = TOKENS) -> None:
+    """A step of fixed shape, launched from Python and as a replayed graph: the engine's text in float32, times in bf16."""
+    from ecospec_kernels import dispatch
+    from ecospec_runtime.config import GenerationConfig
+
+    rows: list[dict[str, Any]] = []
+    for dtype in ("float32", "bfloat16"):
+        engine = loaded(run.device, dtype)
+        prompt = prompts(engine, 1)[0]
+        plain = [
+            token.id for token in engine.generate(prompt, GenerationConfig(max_new_tokens=tokens, eos_token_id=()))
+        ]
+        dispatch.CALLS.clear()
+        for budget in budgets:
+            if run.over(f"{dtype} with {budget} nodes not reached"):
+                return
+            rows.append({"dtype": dtype, "budget": budget, **_stepped(engine, prompt, plain, budget)})
+            if dtype == "float32" and not rows[-1]["same_text"]:
+                run.fail(f"float32: a step with {budget} nodes gives another text than the engine")
+            run.keep(rows=rows)
+    if dispatch.runs_triton(torch.empty(0, device=run.device)):
+        for op in STEP_OPS:
+            if not dispatch.CALLS[op, "fused"]:
+                run.fail(f"bfloat16: the step never ran the Triton kernel of {op}: {dict(dispatch.CALLS)}")
+
+
+def _stepped(engine: Any, prompt: list[int], plain: list[int], budget: int) -> dict[str, Any]:
+    """Milliseconds of a step, the transfer of its tokens included, and whether every text is the plain one."""
+    from ecospec_kernels.select_nodes.reference import ratio
+    from ecospec_runtime.config import PoolConfig
+    from ecospec_runtime.device_step import BUCKETS, DeviceState, DeviceStep, GraphedStep, read
+    from ecospec_runtime.drafters.eagle3_device import DeviceEagle3
+
+    target = engine.target
+
+    def fresh() -> DeviceStep:
+        prefilled = engine.prefilled(prompt)
+        state = DeviceState(target, prefilled, len(prompt) + len(plain) + BUCKETS[-1])
+        if not budget:
+            return DeviceStep(target, state)
+        head = DeviceEagle3(engine.drafter, prefilled, state, PoolConfig())
+        return DeviceStep(target, state, head, ratio(1.0, target.moe_layers, device=target.device), budget)
+
+    def decoded(call: Callable[[], Any]) -> tuple[bool, float, float]:
+        found, times = [], []
+        while len(found) < len(plain):
+            started = time.perf_counter()
+            found += read(call(), target.source)
+            times.append((time.perf_counter() - started) * 1e3)
+        return found[: len(plain)] == plain, statistics.median(times), len(found) / len(times)
+
+    decoded(fresh())  # kernels are compiled
+    one = fresh()
+    same, eager_ms, per_step = decoded(one)
+    row = {"rows": one.rows, "eager_ms": eager_ms, "graph_ms": None, "tokens_per_step": per_step, "same_text": same}
+    if target.device.type == "cuda":
+        again, row["graph_ms"], _ = decoded(GraphedStep(fresh()))
+        row["same_text"] = same and again
+    return row
 
 
 class Stage(NamedTuple):
@@ -172,8 +238,9 @@ def stages() -> list[Stage]:
     rest = [op for op in ops if op not in ("expert_mlp", "tree_attention")]
     return [
         *(Stage(f"correct {op}", 60, partial(correct, ops=[op]), True) for op in ops),
-        Stage("times expert_mlp", 70, partial(times, ops=["expert_mlp"])),
-        Stage("times tree_attention", 60, partial(times, ops=["tree_attention"])),
-        Stage("times others", 35, partial(times, ops=rest)),
+        Stage("times expert_mlp", 85, partial(times, ops=["expert_mlp"])),
+        Stage("times tree_attention", 70, partial(times, ops=["tree_attention"])),
+        Stage("times others", 40, partial(times, ops=rest)),
+        Stage("step", 30, step),
         Stage("decode", 50, decode),
     ]
