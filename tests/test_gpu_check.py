@@ -58,6 +58,26 @@ def test_a_stage_that_dies_or_hangs_is_recorded(tmp_path: Path, monkeypatch: pyt
     assert found["failed"] == ["stopped after 1 s"] and found["cases"] == [1]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stage would run")
+def test_a_failed_stage_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parent is told that there is a GPU, its stage's process finds none."""
+    machine = {"device": "a GPU", "capability": "", "memory_gib": 1, "processors": 1, "driver": "", "runtime": "", "versions": {}, "commit": None}  # fmt: skip
+    monkeypatch.setattr(gpu_check, "device_facts", lambda: machine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PYTHONPATH", ".:kernels")
+    assert gpu_check.main(["--only", "correct verify_tree", "--out", str(tmp_path)]) == 1
+    report = json.loads((tmp_path / "a-gpu.json").read_text())
+    [stage] = report["stages"]
+    assert (
+        stage["stage"] == "correct verify_tree"
+        and "ended with code 2" in stage["failed"][0]
+        and "finds no GPU" in stage["failed"][0]
+    )
+    assert "1 failures" in capsys.readouterr().out
+
+
 def test_a_stage_that_raises_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(run: Run) -> None:
         run.keep(rows=[1])

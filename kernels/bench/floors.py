@@ -27,10 +27,10 @@ SHOWN = ("1 row", "8 rows", "64 rows")  # of those that are timed
 LOAD, CACHED_LOAD = 300, 40  # clocks of a load from the second-level cache and from the first
 WAITS = {  # clocks of a round that nothing hides, each the latency of one dependent step
     "the first load of covered words, from the second-level cache": LOAD,
-    "sums over a row, then two reductions and a broadcast over the block": 4 * 100,
+    "six reductions over the block: shuffles, two barriers and a way through shared memory each": 6 * 150,
     "double-precision score with a division": 200,
     "the chosen set: a load, an `or` and a store": 400,
-    "two barriers": 2 * 40,
+    "two more barriers": 2 * 40,
 }
 LAUNCH_MS, FIRST_READ_MS = 0.005, 0.005
 SELECT = (64, 58, 256)  # nodes, layers, experts of the bar

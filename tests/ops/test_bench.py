@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from bench import attention, floors, registry, steps
+from bench import attention, floors, measure, registry, steps
 from bench.case import Case
 from bench.measure import correctness, gated, timing
 from bench.models import CHIPS
@@ -116,6 +117,47 @@ def test_baselines_that_compute_something_else_are_not_timed() -> None:
         row["baselines"]["wrong"] == {"error": "gives another result"}
         and "ZeroDivisionError" in row["baselines"]["broken"]["error"]
     )
+
+
+class FakeCuda:
+    """Graphs that take 16 ms and one more for each call that was captured; everything else does nothing."""
+
+    def __init__(self) -> None:
+        self.calls, self.captured, self.capturing = 0, 0, False
+
+    def __call__(self, *_: Any, **__: Any) -> FakeCuda:
+        return self
+
+    def __enter__(self) -> None:
+        self.captured, self.capturing = 0, True
+
+    def __exit__(self, *_: Any) -> None:
+        self.capturing = False
+
+    def call(self) -> None:
+        self.calls += 1
+        self.captured += self.capturing
+
+    def elapsed_time(self, end: FakeCuda) -> float:
+        return 16.0 + self.captured
+
+    L2_cache_size = 1 << 10
+    wait_stream = record = synchronize = replay = lambda *_: None
+
+
+def test_the_clock_takes_off_what_lies_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for torch.cuda: eight calls in a graph, warmed up before."""
+    fake = FakeCuda()
+    for name in ("get_device_properties", "Stream", "current_stream", "CUDAGraph", "graph", "Event"):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(measure, "FLUSHED", 1 << 10)
+    monkeypatch.setattr(measure, "CEILING_BYTES", 1 << 10)
+    clock = measure.CudaClock("cpu")
+    assert clock.between == 2.0 and clock.graph(fake.call) == 1.0
+    assert fake.calls == measure.WARM_UPS + measure.COPIES
+    fake.captured = 0
+    assert measure.copy_rate("cpu") == 2 * 1024 / 0.016
 
 
 @torch.no_grad()
