@@ -29,7 +29,7 @@ class Configuration:
     constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3  # what CUDA kernels get whose launch names no number
-    fp_fusion: bool = True  # whether products and sums may become one multiply-add
+    fp_fusion: bool = field(default=True, kw_only=True)  # whether products and sums may become one multiply-add
 
 
 def on_device(t: Tensor) -> AbstractContextManager[Any]:

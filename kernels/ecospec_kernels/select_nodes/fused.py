@@ -20,9 +20,10 @@ from ecospec_kernels.launch import Configuration, on_device, smallest
 from ecospec_kernels.select_nodes.reference import Rule, Selection, invalid
 
 NODES, WORDS = (16, 64, 128), (4, 8, 16)  # sizes that are compiled
+# Words of each node that are read at a time, by padded number of nodes: with others some chip's compiler spills.
+CHUNKS = {16: 32, 64: 64, 128: 32}
 MAX_NODES, MAX_WORDS = NODES[-1], WORDS[-1]
 WARPS = 16
-CHUNK = 32  # words of each node that are read at a time: with 64 and more, some forms spill
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
 def shape_options(nodes: int, words: int, budget: int) -> dict[str, int]:
     """Compile-time sizes for so many nodes, int32 words a layer and nodes to choose."""
     padded, wide = smallest(max(nodes, budget), NODES), smallest(words, WORDS)
-    return {"N": padded, "LB": CHUNK // wide, "W": wide, "num_warps": WARPS}
+    return {"N": padded, "LB": CHUNKS[padded] // wide, "W": wide, "num_warps": WARPS}
 
 
 def unsupported(
