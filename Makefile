@@ -6,6 +6,8 @@
 #   make lint        ruff and mypy
 #   make kernels-aot compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942; a table of registers, spills and
 #                    shared memory (some minutes; needs no GPU)
+#   make gpu-check   on a machine with a GPU: correctness and times of every Triton kernel, a decode (5 minutes; installs
+#                    nothing: PYTHON_GPU=... is a Python that has torch, triton, transformers and onnxruntime)
 # PYTHON=...   another interpreter (3.11 to 3.13).  PIP_ARGS=...  for example another index of torch builds.
 
 SHELL := /bin/bash
@@ -22,8 +24,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '
 RUN := runs/quickstart
 MODEL := pipelines/reference/model
 JOBS ?= auto
+PYTHON_GPU ?= python3
 
-.PHONY: install test quickstart reference lint format kernels-aot constraints clean
+.PHONY: install test quickstart reference lint format kernels-aot gpu-check constraints clean
 
 install: $(STAMP)
 
@@ -48,6 +51,9 @@ format: $(STAMP)
 
 kernels-aot: $(STAMP)
 	$(BIN)/python -m ecospec_kernels.aot $(ARGS)
+
+gpu-check:
+	@PYTHONPATH=.:kernels $(PYTHON_GPU) -m pipelines.benchmark.gpu_check $(ARGS)
 
 constraints: $(STAMP)
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude ecospec | sed 's/+cpu$$//' | grep -v '^-e'; } > constraints.new

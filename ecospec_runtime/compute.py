@@ -2,8 +2,9 @@
 
 Every model: the experts function "ecospec", which reads each touched expert once. On a CPU its weights move to huge
 pages. A bfloat16 model there also gets few-row linear layers, routers, norms and attention: a pass then costs what its
-weights cost to read, and a token's result does not depend on the tokens verified beside it. float32 keeps torch's own
-operations, so that its tokens stay those of `generate`.
+weights cost to read, and a token's result does not depend on the tokens verified beside it. Where Triton runs, a model
+gets attention besides experts. float32 keeps torch's own operations, so that its tokens stay those of `generate`, unless
+`ECOSPEC_KERNELS=fused` asks for the Triton kernels.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ def attention_forward(
         mask = attention_mask if attention_mask is None else attention_mask[0, 0]
         q, k, v = query[0], key[0], value[0]
         one_mask = attention_mask is None or attention_mask.size(1) == 1
-        if one_mask and dispatch.supports_attention(q, k, v, mask):
-            scale = q.size(-1) ** -0.5 if scaling is None else scaling
-            return dispatch.tree_attention(q, k, v, mask, scale)[None], None
+        scale = q.size(-1) ** -0.5 if scaling is None else scaling
+        out = dispatch.fast_attention(q, k, v, mask, scale) if one_mask else None
+        if out is not None:
+            return out[None], None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -96,8 +98,10 @@ def sink_attention_forward(
     if query.size(0) == 1 and (attention_mask is None or attention_mask.size(1) == 1):
         mask = attention_mask if attention_mask is None else attention_mask[0, 0]
         q, k, v = query[0], key[0], value[0]
-        if (mask is not None or query.size(2) == 1) and dispatch.supports_attention(q, k, v, mask):
-            return dispatch.tree_attention(q, k, v, mask, scaling, s_aux)[None], None
+        seen = mask is not None or query.size(2) == 1
+        out = dispatch.fast_attention(q, k, v, mask, scaling, s_aux) if seen else None
+        if out is not None:
+            return out[None], None
     eager = sys.modules[type(module).__module__].eager_attention_forward
     return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, s_aux=s_aux, **kwargs)  # type: ignore[no-any-return]
 
@@ -181,7 +185,13 @@ def install(model: Any, device: str | torch.device | None = None) -> None:
     if hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
         _experts(model)
     place = torch.device(device) if device is not None else next(model.parameters()).device
-    if place.type != "cpu" or not dispatch.ENABLED or not one_piece(model):
+    if not one_piece(model):
+        return
+    if dispatch.runs_triton(torch.empty(0, device=place)):
+        if model.dtype != torch.float32 or dispatch.OVERRIDE == "fused":
+            _attention(model)
+        return
+    if place.type != "cpu" or not dispatch.ENABLED:
         return
     if sys.stderr.isatty() and dispatch.compiles_first():
         note("compiling the CPU kernels: once, up to a minute")

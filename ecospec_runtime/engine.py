@@ -34,7 +34,7 @@ from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.statistics import PassRecord, Statistics
 from ecospec_runtime.stopping import Reason, TextStream, Token
 from ecospec_runtime.target import Target
-from ecospec_runtime.verify import Walk, children_of, tree_mask, walk
+from ecospec_runtime.verify import Walk, follow, tree_mask
 
 if TYPE_CHECKING:
     from ecospec_runtime.bundle import Bundle
@@ -355,9 +355,7 @@ class Engine:
             sequence.cache, aux_layers=self._aux, routing=self.record_routing,
         )  # fmt: skip
         assert output.logits is not None
-        children = children_of(tokens, parents)
-        logprobs = sequence.sampler.config.logprobs
-        outcome = walk(output.logits, children, sequence.sampler, past + 1, sequence.seen, logprobs)
+        outcome = follow(output.logits, tokens, parents, sequence.sampler, past + 1, sequence.seen)
         if tokens:
             self.target.commit(sequence.cache, past, outcome.rows)
         sequence.past = past + len(outcome.rows)

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ecospec_runtime.acceptance import AcceptanceModel, node_scalars
 from ecospec_runtime.config import PoolConfig, read_model
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.pool import Floats, Ints, Pool, pack_masks
+from ecospec_runtime.pool import Floats, Ints, Pool
 
 ONNX_FILE = "predictor.onnx"
 WEIGHTS_FILE = "predictor.safetensors"
@@ -179,7 +179,7 @@ def shrink(routing_logits_NLE: Floats, share: float) -> None:
 
 
 def predicted_masks(routing_logits_NLE: Floats, top_k: int) -> list[int]:
-    """The `top_k` likeliest experts per row and layer, as one bit set per row.
+    """The `top_k` likeliest experts per row and layer, as one bit set per row; of equally likely ones the lower first.
 
     A (row, layer) with a non-finite logit is unknown: it gets `top_k` arbitrary experts, different ones from row to row,
     so that an unknown node costs what a node without shared experts costs.
@@ -191,7 +191,9 @@ def predicted_masks(routing_logits_NLE: Floats, top_k: int) -> list[int]:
     threshold = np.partition(routing_logits_NLE, experts - top_k, axis=-1)[..., experts - top_k, None]
     bits: NDArray[np.bool_] = routing_logits_NLE >= threshold
     if np.count_nonzero(bits) != bits.size // experts * top_k:  # ties at the threshold
-        return pack_masks(np.argpartition(routing_logits_NLE, experts - top_k, axis=-1)[..., -top_k:], experts)
+        above = routing_logits_NLE > threshold
+        tied = bits & ~above
+        bits = above | (tied & (tied.cumsum(-1) <= top_k - above.sum(-1, keepdims=True)))
     packed = np.packbits(bits.reshape(rows, -1), axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in packed]
 

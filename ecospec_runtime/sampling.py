@@ -25,14 +25,19 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 def gumbels(seed: int, position: int, count: int) -> Floats:
-    """Standard Gumbel noise of tokens 0 to `count` - 1, `[count]`, from seed and position alone.
+    """Standard Gumbel noise of tokens 0 to `count` - 1, `[count]`, from seed and position alone."""
+    bits = noise_bits(seed, position, count)
+    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)  # in (0, 1), exact
+    return -np.log(-np.log(uniform))
 
-    Source of the bits, 23 a token: SplitMix64 (Steele et al., 2014), started at a mix of seed and position, one step a token.
+
+def noise_bits(seed: int, position: int, count: int) -> NDArray[np.int32]:
+    """What that noise is made of: 23 bits a token, the same on every machine.
+
+    Source: SplitMix64 (Steele et al., 2014), started at a mix of seed and position, one step a token.
     """
     start = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(position))
-    bits = _mix(start + _steps(count)) >> np.uint64(41)
-    uniform = (bits.astype(np.int32).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)  # in (0, 1), exact
-    return -np.log(-np.log(uniform))
+    return (_mix(start + _steps(count)) >> np.uint64(41)).astype(np.int32)
 
 
 @lru_cache(maxsize=4)

@@ -176,16 +176,14 @@ class Target:
         states *entering* layers. `logits` False skips them; `last_only` computes those of the last row. Raises
         UserError if the target produced NaN or Inf, naming the layer.
         """
-        if (aux_layers, routing) != self._armed:
-            self._arm(aux_layers, routing)
+        self.arm(aux_layers, routing)
         past, n = len(cache), tokens_n.shape[0]
         self._routing, self._weights = [], []
-        attention = None if mask is None else self._attention(mask, positions_n, past)
+        attention = None
+        if mask is not None:
+            attention = self.masks(mask, positions_n, torch.cat([torch.arange(past, device=mask.device), positions_n]))
         keep = 0 if logits and not last_only else 1
-        output = self.model(
-            input_ids=tokens_n[None], position_ids=positions_n[None], attention_mask=attention, use_cache=True,
-            logits_to_keep=keep, **{self._cache_name: cache.inner},
-        )  # fmt: skip
+        output = self.run(tokens_n, positions_n, attention, cache.inner, keep)
         if len(cache) != past + n:
             raise UserError(
                 f"{self.role} {self.source}: {self.architecture} did not fill the cache; it is not supported"
@@ -193,7 +191,6 @@ class Target:
         hidden = self.take_hidden()
         if not torch.isfinite(hidden.sum(dtype=torch.float32)):
             self._locate(tokens_n, positions_n, attention, cache, past)
-        aux = torch.cat([self._aux[i].to(self.device) for i in aux_layers], dim=-1) if aux_layers else None
         used, weights, self._routing, self._weights = self._routing, self._weights, [], []
         values = output.logits[0].float() if logits else None
         if values is not None and torch.isnan(values.sum()):
@@ -201,7 +198,18 @@ class Target:
                 f"{self.role} {self.source}: NaN in the logits; check the weights of the output matrix (lm_head) or load with "
                 "--dtype float32"
             )
-        return TargetOutput(values, hidden, aux, used, weights)
+        return TargetOutput(values, hidden, self.aux_states(aux_layers), used, weights)
+
+    def run(self, tokens_n: Tensor, positions_n: Tensor, attention: Any, cache: Any, keep: int = 0) -> Any:
+        """The model's own output for n tokens, through a cache of transformers' kind. The host does not wait for it."""
+        return self.model(
+            input_ids=tokens_n[None], position_ids=positions_n[None], attention_mask=attention, use_cache=True,
+            logits_to_keep=keep, **{self._cache_name: cache},
+        )  # fmt: skip
+
+    def aux_states(self, aux_layers: tuple[int, ...]) -> Tensor | None:
+        """Hidden states `[n, A*H]` of the model's last pass that `arm` asked for."""
+        return torch.cat([self._aux[i].to(self.device) for i in aux_layers], dim=-1) if aux_layers else None
 
     def take_hidden(self) -> Tensor:
         """Hidden states `[n, H]` after the final norm of the model's last pass, once."""
@@ -214,22 +222,23 @@ class Target:
         with torch.inference_mode():
             cache.keep(past, kept)
 
-    def _attention(self, mask: Tensor, positions_n: Tensor, past: int) -> Tensor | dict[str, Tensor]:
-        """Additive `[1, 1, n, P + n]` masks in the form the architecture takes: one, or one per layer type."""
+    def masks(self, mask: Tensor, positions_n: Tensor, key_positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive `[1, 1, n, keys]` of a bool mask, in the form the architecture takes: one, or one per layer type."""
         full = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
         full.masked_fill_(~mask, torch.finfo(self.dtype).min)
         if not self._windows:
             return full[None, None]
         window: int = self.config.sliding_window
-        key_positions = torch.cat([torch.arange(past, device=mask.device), positions_n])
         far = positions_n[:, None] - key_positions[None] >= window
         near = full.masked_fill(far, torch.finfo(self.dtype).min)
         if self._windows == "all":
             return near[None, None]
         return {"full_attention": full[None, None], "sliding_attention": near[None, None]}
 
-    def _arm(self, aux_layers: tuple[int, ...], routing: bool) -> None:
+    def arm(self, aux_layers: tuple[int, ...], routing: bool = False) -> None:
         """Install exactly the hooks that this and the following passes need."""
+        if (aux_layers, routing) == self._armed:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -285,10 +294,7 @@ class Target:
 
         handles = [layer.register_forward_hook(probe(i)) for i, layer in enumerate(self._layers)]
         try:
-            self.model(
-                input_ids=tokens_n[None], position_ids=positions_n[None], attention_mask=attention, use_cache=True,
-                **{self._cache_name: cache.inner},
-            )  # fmt: skip
+            self.run(tokens_n, positions_n, attention, cache.inner)
         finally:
             for handle in handles:
                 handle.remove()

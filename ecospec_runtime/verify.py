@@ -2,6 +2,7 @@
 
 At each node the next token is the target's own choice, and the child that carries it, if the set has one, is accepted.
 A draft is thus never *tested*; the target's text cannot depend on it. Rows of a pass: 0 is the root, 1.. the chosen nodes.
+Where Triton runs and a row's token is its argmax, the walk is the device's, and one transfer brings it to the host.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ecospec_kernels import dispatch
 from ecospec_runtime.sampling import Sampler, log_probability
 
 
@@ -30,6 +32,26 @@ def children_of(tokens: list[int], parents: list[int]) -> list[dict[int, int]]:
     for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         children[parent].setdefault(token, i + 1)
     return children
+
+
+def follow(
+    logits_nV: Tensor, tokens: list[int], parents: list[int], sampler: Sampler, position: int, seen: set[int]
+) -> Walk:  # fmt: skip
+    """`walk` or, with the same outcome, `device_walk`. `tokens` of the nodes, and the row of each one's parent."""
+    logprobs = sampler.config.logprobs
+    if sampler.plain_argmax and not logprobs and dispatch.runs_triton(logits_nV):
+        return device_walk(logits_nV, tokens, parents)
+    return walk(logits_nV, children_of(tokens, parents), sampler, position, seen, logprobs)
+
+
+@torch.inference_mode()
+def device_walk(logits_nV: Tensor, tokens: list[int], parents: list[int]) -> Walk:
+    """The walk by argmax, through the ops: the host waits for the device once."""
+    nodes = torch.tensor([tokens, parents], dtype=torch.int64, device=logits_nV.device)
+    accepted = dispatch.verify_tree(dispatch.argmax_rows(logits_nV), nodes[0], nodes[1])
+    rows, chosen = torch.stack((accepted.rows, accepted.tokens)).tolist()
+    count = rows.index(-1) if rows[-1] < 0 else len(rows)
+    return Walk(rows[:count], chosen[:count], [])
 
 
 def walk(

@@ -170,6 +170,13 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     predictor = Predictor.from_folder(config.predictor) if config.predictor is not None else None
     if predictor is not None:
         same_drafter(drafter.fingerprint, f"drafter {config.drafter}", predictor.manifest, config.predictor)
+    result = measured(target, drafter, predictor, config)
+    write_json(config.out, result.model_dump(mode="json"))
+    return result
+
+
+def measured(target: Target, drafter: Drafter, predictor: Predictor | None, config: ProfileConfig) -> DeviceProfile:
+    """The experiment on models that are loaded; says what makes its result doubtful."""
     text = text_tokens(
         target, max(config.contexts) + max(TEXT, len(DRAFTED) * CATCH_UP * DRAFTS_PER_REPEAT * config.repeats + 1)
     )
@@ -191,7 +198,6 @@ def profile(config: ProfileConfig) -> DeviceProfile:
     )
     for line in complaints(result, passes, predictor is None):
         note(f"profile: {line}")
-    write_json(config.out, result.model_dump(mode="json"))
     return result
 
 

@@ -114,7 +114,8 @@ def compiled(configuration: Configuration, chip: Chip) -> Usage:
         for i, kind in enumerate(signature.values()) if kind[0] == "*" or kind in ("i32", "i64")
     }  # fmt: skip
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages,
+               "enable_fp_fusion": configuration.fp_fusion}  # fmt: skip
     done: Any = triton.compile(source, target=GPUTarget(*chip[:3]), options=options)
     counts = cubin_usage(done.asm["cubin"]) if chip.backend == CUDA else amdgcn_usage(done.asm["amdgcn"])
     return Usage(*counts, done.metadata.shared)

@@ -132,11 +132,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def supports_experts(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Any, down: Any, *biases: Tensor | None
 ) -> bool:
-    """Whether the CPU kernel takes this call: contiguous gate_up [E, 2M, D], down [E, D, M] and biases, all of one dtype."""
+    """Whether the CPU kernel takes this call: contiguous, plain gate_up [E, 2M, D], down [E, D, M] and biases, all of one dtype."""
     return (
-        ENABLED and _rows(hidden_ND.size(0), gate_up) and index_NK.dtype is torch.int64 and gate_up.dtype is down.dtype
+        ENABLED and isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        and _rows(hidden_ND.size(0), gate_up) and index_NK.dtype is torch.int64 and gate_up.dtype is down.dtype
         and _plain(hidden_ND) and hidden_ND.stride(1) == 1 and _plain(weight_NK) and _plain(gate_up) and _columns(gate_up.size(2), gate_up.dtype)
         and _columns(down.size(2), down.dtype) and down.size(1) >= 8 and not torch.is_grad_enabled()
         and index_NK.is_contiguous() and weight_NK.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
@@ -145,10 +146,11 @@ def supports_experts(
     )  # fmt: skip
 
 
-def expert_mlp(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
-) -> Tensor:
-    """Experts of one MoE layer -> [n, D] in hidden's dtype; `rest`: gate and biases, see `expert_mlp/reference.py`."""
+def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Any, down: Any, *rest: Any) -> Tensor:
+    """Experts of one MoE layer -> [n, D] in hidden's dtype; `rest`: gate and biases, see `expert_mlp/reference.py`.
+
+    gate_up and down: tensors, or its `Fp8` or `Mxfp4`, which the CPU kernel does not take.
+    """
     arguments = hidden_ND, index_NK, weight_NK, gate_up, down, *rest
     fused = _fused("expert_mlp", *arguments)
     module = _choose("expert_mlp", not fused and supports_experts(*arguments[:5], *rest[1:]), fused)
@@ -190,6 +192,14 @@ def tree_attention(
     fused = _fused("tree_attention", q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)
     module = _choose("tree_attention", not fused and supports_attention(q_HnD, k_GJD, v_GJD, mask_nJ), fused)
     return module.tree_attention(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)  # type: ignore[no-any-return]
+
+
+def fast_attention(*arguments: Any) -> Tensor | None:
+    """`tree_attention` by a kernel, or None where only the reference takes the call: for a caller with its own fallback."""
+    fused = _fused("tree_attention", *arguments)
+    if not fused and not supports_attention(*arguments[:4]):
+        return None
+    return _choose("tree_attention", True, fused).tree_attention(*arguments)  # type: ignore[no-any-return]
 
 
 def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor, embedding: Tensor) -> bool:
@@ -236,3 +246,24 @@ def commit_path(keys_HCD: Tensor, values_HCE: Tensor, rows_m: Tensor, count: Ten
     """Keep the accepted rows of a pass, in place -> committed rows [1]; see `commit_path/reference.py`."""
     arguments = keys_HCD, values_HCE, rows_m, count, past
     return _choose("commit_path", False, _fused("commit_path", *arguments)).commit_path(*arguments)  # type: ignore[no-any-return]
+
+
+def fast_commit(*arguments: Any) -> bool:
+    """`commit_path` by the Triton kernel; False where it does not take the call: for a caller with its own fallback."""
+    fused = _fused("commit_path", *arguments)
+    if fused:
+        _choose("commit_path", False, fused).commit_path(*arguments)
+    return fused
+
+
+def expert_predictor(hidden_NW: Tensor, head_LEW: Tensor, bias_LE: Tensor, top_k: int, *rest: Any) -> Tensor:
+    """Predicted experts of every row and layer; `rest`: shrinkage and output, see `expert_predictor/reference.py`."""
+    arguments = hidden_NW, head_LEW, bias_LE, top_k, *rest
+    module = _choose("expert_predictor", False, _fused("expert_predictor", *arguments))
+    return module.expert_predictor(*arguments)  # type: ignore[no-any-return]
+
+
+def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature: Tensor) -> Tensor:
+    """Keyed Gumbel draw of each row -> [R] int64; see `draw_rows/reference.py`."""
+    arguments = logits_RV, positions_R, seed, temperature
+    return _choose("draw_rows", False, _fused("draw_rows", *arguments)).draw_rows(*arguments)  # type: ignore[no-any-return]

@@ -28,7 +28,8 @@ class Configuration:
     types: Mapping[str, str]
     constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3  # what CUDA kernels get whose launch names no number
+    fp_fusion: bool = field(default=True, kw_only=True)  # whether products and sums may become one multiply-add
 
 
 def on_device(t: Tensor) -> AbstractContextManager[Any]:
@@ -39,6 +40,11 @@ def on_device(t: Tensor) -> AbstractContextManager[Any]:
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n (n >= 1)."""
     return 1 << (n - 1).bit_length()
+
+
+def smallest(n: int, sizes: tuple[int, ...]) -> int:
+    """The first of these rising sizes that is at least n; the last one is, by the op's own check. Few sizes, few forms."""
+    return next(size for size in sizes if size >= n)
 
 
 def elsewhere(first: Tensor, **others: Tensor | None) -> str | None:

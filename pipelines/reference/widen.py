@@ -164,12 +164,12 @@ def widen(source: Path, out: Path, factor: int | None = None, width: int | None 
     return out
 
 
-def _with_width(folder: Path, width: int) -> Any:
-    """The target of a folder with its experts widened in memory, bf16."""
+def with_width(folder: Path, width: int, dtype: str = "bfloat16", device: str | None = None) -> Any:
+    """The target of a folder with its experts widened in memory."""
     from ecospec_runtime.compute import install
     from ecospec_runtime.target import Target
 
-    target = Target.from_pretrained(folder, dtype="bfloat16")
+    target = Target.from_pretrained(folder, dtype, device)
     config = read_config(folder, "source")
     for name, parameter in target.model.named_parameters():
         if match := _EXPERT.search(f".{name}"):
@@ -187,7 +187,7 @@ def _measure(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        targets = [_with_width(folder, width) for width in widths]
+        targets = [with_width(folder, width) for width in widths]
         text = text_tokens(targets[0], CONTEXT + (rounds + 1) * steps)
         measured: list[list[tuple[float, float]]] = [[], []]
         for round_ in range(rounds + 1):

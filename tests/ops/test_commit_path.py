@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ pytest.importorskip("triton")
 
 from ecospec_kernels.commit_path import fused, reference
 from ecospec_runtime.cache import TargetCache
-from tests.ops.cases import BF16, poisoned, random
+from tests.ops.cases import BF16, far_apart, poisoned, random
 
 
 def int32(*values: int) -> Tensor:
@@ -58,6 +60,21 @@ def test_not_a_number_moves_as_any_other() -> None:
         keys[0, 3, 0], values[0, 3, 1] = torch.nan, -torch.inf
         op.commit_path(keys, values, int32(0, 2), int32(2), int32(1))
         assert keys[0, 2].isnan().tolist() == [True, False] and values[0, 2].tolist() == [0.0, -torch.inf]
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_caches_beyond_two_to_the_31st(tmp_path: Path, rows_first: bool) -> None:
+    """Heads, or rows, lie so far apart that an offset of 32 bits would miss the last: the last stride ends above 2^31."""
+    rows, count, past = int32(0, 2), int32(2), torch.tensor([1])
+    values = random(2, 2, 4, 3, dtype=BF16)
+    expected, got = random(1, 2, 4, 5, dtype=BF16), random(1, 2, 4, 5, dtype=BF16)
+    if rows_first:
+        got = far_apart(tmp_path, got.transpose(0, 1), 1 << 30).transpose(0, 1)
+    else:
+        got = far_apart(tmp_path, got, 1 << 31)
+    reference.commit_path(expected, values.clone(), rows, count, past)
+    fused.commit_path(got, values.clone(), rows, count, past)
+    assert torch.equal(got[:, :3], expected[:, :3])
 
 
 def test_bad_arguments_are_refused_before_a_launch() -> None:

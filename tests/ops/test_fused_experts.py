@@ -102,11 +102,12 @@ def test_a_row_is_the_same_alone_and_in_company() -> None:
     assert_near(fused.expert_mlp(hidden[2:3], index[2:3], weight[2:3], *matrices), result[2:3])
 
 
-def test_weights_beyond_two_to_the_31st(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_weights_beyond_two_to_the_31st(dtype: torch.dtype, tmp_path: Path) -> None:
     """Experts lie 2^31 numbers apart in a sparse file: an offset of 32 bits would miss the second."""
     apart = 1 << 31
-    stored = torch.from_file(str(tmp_path / "weights"), shared=True, size=apart + (1 << 16), dtype=BF16)
-    hidden, index, weight, up, down = case(3, 2, 2, 16, BF16)
+    stored = torch.from_file(str(tmp_path / "weights"), shared=True, size=apart + (1 << 16), dtype=dtype)
+    hidden, index, weight, up, down = case(3, 2, 2, 16, dtype)
     up_far, down_far = (
         stored.as_strided(w.shape, (apart, *w.stride()[1:]), offset).copy_(w)
         for w, offset in ((up, 0), (down, 1 << 15))

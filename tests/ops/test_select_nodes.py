@@ -192,3 +192,6 @@ def test_bad_arguments_are_refused_before_a_launch() -> None:
                 op.select_nodes(*arguments)
     with pytest.raises(ValueError, match="more than 128 nodes"):
         fused.select_nodes(reach, parents, masks, root, rule, 129)
+    wide = torch.zeros(4, 1, 9, dtype=torch.int64)
+    with pytest.raises(ValueError, match="more than 16 int32 words a layer"):
+        fused.select_nodes(reach, parents, wide, wide[0], rule, 2)

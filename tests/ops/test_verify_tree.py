@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ pytest.importorskip("triton")
 from ecospec_kernels import dispatch
 from ecospec_kernels.argmax_rows import fused as argmax_fused
 from ecospec_kernels.argmax_rows import reference as argmax_reference
+from ecospec_kernels.draw_rows import fused as draw_fused
 from ecospec_kernels.select_nodes import reference as select_reference
 from ecospec_kernels.verify_tree import fused, reference
 from ecospec_kernels.verify_tree.reference import Accepted
 from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.verify import Walk, children_of, walk
-from tests.ops.cases import BF16, poisoned, random
+from tests.ops.cases import BF16, far_apart, poisoned, random
 
 Case = tuple[Tensor, Tensor, Tensor]
 VOCABULARY = 4
@@ -105,6 +107,14 @@ def test_argmax(dtype: torch.dtype, vocabulary: int) -> None:
     logits[7], logits[7, -1:] = -math.inf, -1e4
     assert torch.equal(argmax_reference.argmax_rows(logits), logits.argmax(-1))
     assert torch.equal(poisoned(argmax_fused.argmax_rows, logits), logits.argmax(-1))
+
+
+def test_logits_beyond_two_to_the_31st(tmp_path: Path) -> None:
+    """Rows lie 2^31 numbers apart: an offset of 32 bits would miss the second. Of `draw_rows` too."""
+    logits = random(1, 2, 40, dtype=BF16)
+    far, keys = far_apart(tmp_path, logits, 1 << 31), (torch.tensor([5, 6]), torch.tensor([3]), torch.tensor([0.7]))
+    assert torch.equal(argmax_fused.argmax_rows(far), logits.argmax(-1))
+    assert torch.equal(draw_fused.draw_rows(far, *keys), draw_fused.draw_rows(logits, *keys))
 
 
 def test_the_sign_of_a_nan_is_nothing() -> None:

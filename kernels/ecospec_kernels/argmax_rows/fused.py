@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ecospec_kernels.argmax_rows.reference import invalid
 from ecospec_kernels.checks import refuse
-from ecospec_kernels.launch import TYPES, Configuration, on_device, power_of_two
+from ecospec_kernels.launch import TYPES, Configuration, on_device
 
 BLOCK = 2048  # logits that a program looks at in one go
 PIECE = 8 * BLOCK  # logits of one program
@@ -42,7 +42,7 @@ def argmax_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def combine_kernel(keys, out, pieces, P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program r: the place in the largest of row r's keys. P: pieces padded to a power of two."""
+    """Program r: the place in the largest of row r's keys. P: a power of two, pieces or more."""
     r, piece = tl.program_id(0), tl.arange(0, P)
     best = tl.max(tl.load(keys + r * pieces + piece, mask=piece < pieces, other=-(2**63)), 0)
     tl.store(out + r, 0x7FFFFFFF - (best & 0x7FFFFFFF))
@@ -67,17 +67,17 @@ def argmax_rows(logits_RV: Tensor) -> Tensor:
         argmax_kernel[(rows, pieces)](
             logits_RV, keys, logits_RV.stride(0), vocabulary, pieces, BLOCK=BLOCK, PIECE=PIECE, num_warps=8
         )  # fmt: skip
-        combine_kernel[(rows,)](keys, out, pieces, P=power_of_two(pieces), num_warps=1)
+        combine_kernel[(rows,)](keys, out, pieces, P=MAX_PIECES, num_warps=1)
     return out
 
 
 def configurations(backend: str) -> list[Configuration]:
-    """Every dtype, and the comparison of up to 16 pieces: 262 144 ids."""
+    """Every dtype, and the comparison of pieces."""
     integers = dict.fromkeys(("row_stride", "vocabulary", "pieces"), "i32")
     constants = {"BLOCK": BLOCK, "PIECE": PIECE}
     last = {"keys": "*i64", "out": "*i64", "pieces": "i32"}
     return [
         *(Configuration(f"argmax_rows {name}", argmax_kernel, {"logits": f"*{name}", "keys": "*i64", **integers}, constants, 8)
           for name in TYPES.values()),
-        Configuration("argmax_rows combine", combine_kernel, last, {"P": 16}, 1),
+        Configuration("argmax_rows combine", combine_kernel, last, {"P": MAX_PIECES}, 1),
     ]  # fmt: skip

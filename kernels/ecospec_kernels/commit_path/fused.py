@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ecospec_kernels.checks import refuse
 from ecospec_kernels.commit_path.reference import invalid
-from ecospec_kernels.launch import TYPES, Configuration, on_device, power_of_two
+from ecospec_kernels.launch import TYPES, Configuration, on_device, smallest
 
-MAX_ROWS = 128
+ROWS = (16, 64, 128)  # of a pass: sizes that are compiled
+MAX_ROWS = ROWS[-1]
 COLUMNS = 64  # of one program
 
 
@@ -38,7 +39,7 @@ def commit_kernel(  # type: ignore[no-untyped-def]
     keys, values, rows, count, past, length, key_head, key_row, value_head, value_row, key_dim, value_dim, m,
     M: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, columns, 0 for keys or 1 for values). M: m padded to a power of two."""
+    """Program (head, columns, 0 for keys or 1 for values). M: a power of two, m or more."""
     start = tl.load(past).to(tl.int64)
     accepted = tl.minimum(tl.load(count), m)
     if tl.program_id(2) == 0:
@@ -64,17 +65,17 @@ def commit_path(keys_HCD: Tensor, values_HCE: Tensor, rows_m: Tensor, count: Ten
     with on_device(keys_HCD):
         commit_kernel[(heads, -(-max(key_dim, value_dim) // COLUMNS), 2)](
             keys_HCD, values_HCE, rows_m, count, past, length, *keys_HCD.stride()[:2], *values_HCE.stride()[:2],
-            key_dim, value_dim, m, M=power_of_two(m), COLUMNS=COLUMNS,
+            key_dim, value_dim, m, M=smallest(m, ROWS), COLUMNS=COLUMNS,
         )  # fmt: skip
     return length
 
 
 def configurations(backend: str) -> list[Configuration]:
-    """Every dtype, for passes of up to 16, 64 and 128 rows."""
+    """Every dtype and size of pass."""
     integers = ("key_head", "key_row", "value_head", "value_row", "key_dim", "value_dim", "m")
     types = {"rows": "*i32", "count": "*i32", "past": "*i64", "length": "*i64"} | dict.fromkeys(integers, "i32")
     return [
         Configuration(f"commit_path {name} {m} rows", commit_kernel, types | {"keys": f"*{name}", "values": f"*{name}"},
                       {"M": m, "COLUMNS": COLUMNS})
-        for name in TYPES.values() for m in (16, 64, 128)
+        for name in TYPES.values() for m in ROWS
     ]  # fmt: skip

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ecospec_kernels.expert_mlp import kernels
-from ecospec_kernels.expert_mlp.reference import SWIGLU, Gate
+from ecospec_kernels.expert_mlp.reference import GROUP, SWIGLU, Fp8, Gate, Matrix
 from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, elsewhere, on_device, power_of_two
 
 MAX_TOKENS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 512
+PLAIN, FP8, MXFP4 = "plain", "fp8", "mxfp4"
 COMBINED = 512  # outputs of one program of `combine`
 
 
@@ -37,9 +38,15 @@ class Form(NamedTuple):
     num_stages: int
 
 
-def form(n: int, dtype: torch.dtype, backend: str = BACKEND) -> Form:
-    """The tile for n tokens: as many rows as tokens, since any may want the same expert."""
+def form(n: int, dtype: torch.dtype, backend: str = BACKEND, kind: str = PLAIN) -> Form:
+    """The tile for n tokens of `dtype` and matrices of a kind: as many rows as tokens, since any may want the same expert."""
     rows = max(16, power_of_two(n))
+    if kind == FP8:
+        return Form(Tile(rows, 32 if rows == 64 else 64, 64), 8 if rows == 64 else 4, 2 if backend == HIP else 3)
+    if kind == MXFP4:
+        return Form(
+            Tile(rows, 16 if rows == 64 else 32, 128), 8 if rows == 64 else 4, 2 if rows == 64 or backend == HIP else 3
+        )
     if backend == HIP:  # 64 KB of shared memory
         return Form(Tile(rows, 64, 64 if dtype.itemsize == 2 else 32), 4, 2)
     warps = 8 if rows == 64 else 4
@@ -48,105 +55,162 @@ def form(n: int, dtype: torch.dtype, backend: str = BACKEND) -> Form:
     return Form(Tile(rows, 64, 64), warps, 4)
 
 
-def _strides(w: Tensor) -> tuple[int, int, int] | None:
-    """(expert, row, depth) strides if rows or columns are dense."""
-    expert, row, depth = w.stride()
-    return (expert, row, depth) if row == 1 or depth == 1 else None
+def kind_of(matrix: Matrix) -> str:
+    """`FORMAT` of the kernels."""
+    return PLAIN if isinstance(matrix, Tensor) else FP8 if isinstance(matrix, Fp8) else MXFP4
+
+
+def _operand(matrix: Matrix) -> dict[str, Any]:
+    """What the kernels are told of a matrix."""
+    scales: Tensor | None
+    kind, block = kind_of(matrix), (1, GROUP)
+    if isinstance(matrix, Tensor):
+        values, scales, (expert, row, depth) = matrix, None, matrix.stride()
+    else:
+        values, scales, (expert, row), depth = (
+            matrix.values.view(torch.uint8),
+            matrix.scales,
+            matrix.values.stride()[:2],
+            1,
+        )
+        block = matrix.block if isinstance(matrix, Fp8) else block
+    found = {"w": values, "w_expert": expert, "w_row": row, "w_depth": depth, "FORMAT": kind}
+    steps = (0, 0) if scales is None else scales.stride()[:2]
+    return found | {
+        "scales": scales,
+        "scales_expert": steps[0],
+        "scales_row": steps[1],
+        "BLOCK_ROWS": block[0],
+        "BLOCK": block[1],
+    }
+
+
+def _refused(name: str, matrix: Matrix, dtype: torch.dtype, depth: int) -> str | None:
+    """Why the kernels refuse a valid matrix beside activations of `dtype`, if they do; `depth`: columns of a tile."""
+    if isinstance(matrix, Tensor):
+        dense = matrix.stride(1) == 1 or matrix.stride(2) == 1
+        return None if dense else "rows or columns of gate_up and down must be dense"
+    if dtype.itemsize != 2:
+        return f"hidden is {dtype}, and the quantised {name} wants bf16 or fp16"
+    if isinstance(matrix, Fp8) and matrix.block[1] % depth:
+        return f"{name}: blocks are {matrix.block[1]} columns wide, not a multiple of {depth}"
+    if matrix.values.stride()[2:] != ((1,) if isinstance(matrix, Fp8) else (GROUP // 2, 1)):
+        return f"rows of {name} must be dense"
+    return None
 
 
 def unsupported(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, gate: Gate = SWIGLU,
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Matrix, down: Matrix, gate: Gate = SWIGLU,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """Why the kernel refuses these arguments, if it does."""
-    if hidden_ND.dim() != 2 or index_NK.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
+    matrices = {"gate_up": gate_up, "down": down}
+    for name, m in matrices.items():
+        problem = None if isinstance(m, Tensor) else m.invalid()
+        if problem is not None:
+            return f"{name}: {problem}"
+    if hidden_ND.dim() != 2 or index_NK.dim() != 2 or len(gate_up.shape) != 3 or len(down.shape) != 3:
         return "hidden [n, D], index [n, K], gate_up [E, 2M, D] and down [E, D, M] are wanted"
     (n, hidden), (experts, _, units) = hidden_ND.shape, down.shape
     biases = {"gate_up_bias": (gate_up_bias, (experts, 2 * units)), "down_bias": (down_bias, (experts, hidden))}
-    if gate_up.shape != (experts, 2 * units, hidden) or down.size(1) != hidden:
+    if gate_up.shape != (experts, 2 * units, hidden) or down.shape[1] != hidden:
         return f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not fit hidden {list(hidden_ND.shape)}"
     if weight_NK.shape != index_NK.shape or index_NK.size(0) != n:
         return f"index {list(index_NK.shape)} and weight {list(weight_NK.shape)} are not [{n}, K] both"
     if not (0 < n <= MAX_TOKENS and 0 < index_NK.numel() <= MAX_PAIRS and 0 < experts <= MAX_EXPERTS):
         return f"1 to {MAX_TOKENS} tokens, {MAX_PAIRS} pairs and {MAX_EXPERTS} experts are taken, not {n}, {index_NK.numel()}, {experts}"
-    if not (hidden_ND.dtype is gate_up.dtype is down.dtype) or gate_up.dtype not in TYPES:
-        return f"hidden {hidden_ND.dtype}, gate_up {gate_up.dtype}, down {down.dtype} are not one of bf16, fp16, fp32"
+    dtypes = {"hidden": hidden_ND.dtype} | {name: m.dtype for name, m in matrices.items() if isinstance(m, Tensor)}
+    if len(set(dtypes.values())) > 1 or hidden_ND.dtype not in TYPES:
+        return f"{', '.join(f'{name} {dtype}' for name, dtype in dtypes.items())} are not one of bf16, fp16, fp32"
     if index_NK.dtype not in (torch.int64, torch.int32) or weight_NK.dtype not in TYPES:
         return f"index is {index_NK.dtype}, weight {weight_NK.dtype}"
     if hidden_ND.stride(1) != 1 or not index_NK.is_contiguous() or not weight_NK.is_contiguous():
         return "rows of hidden, index and weight must be dense"
-    if _strides(gate_up) is None or _strides(down) is None:
-        return "rows or columns of gate_up and down must be dense"
+    for name, m in matrices.items():
+        problem = _refused(name, m, hidden_ND.dtype, form(n, hidden_ND.dtype, kind=kind_of(m)).tile.K)
+        if problem is not None:
+            return problem
     for name, (bias, shape) in biases.items():
         if bias is not None and (bias.shape != shape or not bias.is_contiguous() or bias.dtype not in TYPES):
             return f"{name} {list(bias.shape)} must be a dense {list(shape)}"
-    return elsewhere(hidden_ND, index=index_NK, weight=weight_NK, gate_up=gate_up, down=down,
+    values = {name: m if isinstance(m, Tensor) else m.values for name, m in matrices.items()}
+    return elsewhere(hidden_ND, index=index_NK, weight=weight_NK, **values,
                      gate_up_bias=gate_up_bias, down_bias=down_bias)  # fmt: skip
 
 
 def expert_mlp(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, gate: Gate = SWIGLU,
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Matrix, down: Matrix, gate: Gate = SWIGLU,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Same contract as the reference, but ids outside [0, E) add nothing: a check would wait for the device.
 
-    Raises ValueError for what `unsupported` names.
+    Quantised matrices are decoded in registers, beside activations that stay bf16 or fp16. Raises ValueError for what
+    `unsupported` names.
     """
     reason = unsupported(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias)
     if reason is not None:
         raise ValueError(f"expert_mlp: {reason}")
     (n, hidden), (experts, _, units), top_k = hidden_ND.shape, down.shape, index_NK.size(1)
-    pairs, device = n * top_k, hidden_ND.device
+    pairs, device, dtype = n * top_k, hidden_ND.device, hidden_ND.dtype
     slot_count = min(experts, pairs)
-    tile, num_warps, num_stages = form(n, gate_up.dtype)
-    options: dict[str, Any] = {**tile._asdict(), "num_warps": num_warps, "num_stages": num_stages}
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     slots = torch.empty((3, slot_count), dtype=torch.int32, device=device)
-    split = gate_up.dtype.itemsize == 2
-    inner = torch.empty((1 + split, pairs, units), dtype=gate_up.dtype, device=device)
+    split = dtype.itemsize == 2
+    inner = torch.empty((1 + split, pairs, units), dtype=dtype, device=device)
     low = pairs * units
     y = torch.empty((pairs, hidden), dtype=torch.float32, device=device)
-    out = torch.empty((n, hidden), dtype=hidden_ND.dtype, device=device)
+    out = torch.empty((n, hidden), dtype=dtype, device=device)
+
+    def product(kernel: Any, matrix: Matrix, bias: Tensor | None, *arguments: Any, **constants: Any) -> None:
+        tile, num_warps, num_stages = form(n, dtype, kind=kind_of(matrix))
+        kernel[(-(-matrix.shape[1] // tile.C), slot_count)](
+            *arguments, bias=bias, BIAS=bias is not None, SPLIT=split, **constants, **_operand(matrix), **tile._asdict(),
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+
     with on_device(hidden_ND):
         kernels.plan[(experts,)](index_NK, order, slots, pairs, experts, slot_count,
                                  P=power_of_two(pairs), E=power_of_two(experts + 1))  # fmt: skip
-        kernels.gate_up[(-(-2 * units // tile.C), slot_count)](
-            hidden_ND, order, slots, gate_up, gate_up_bias, inner, hidden_ND.stride(0), *gate_up.stride(), slot_count,
-            top_k, hidden, units, low, gate.alpha, gate.limit, gate.shift, INTERLEAVED=gate.interleaved,
-            BIAS=gate_up_bias is not None, SPLIT=split, **options,
-        )  # fmt: skip
-        kernels.down[(-(-hidden // tile.C), slot_count)](
-            inner, order, slots, down, down_bias, weight_NK, y, *down.stride(), slot_count, hidden, units, low,
-            BIAS=down_bias is not None, SPLIT=split, **options,
-        )  # fmt: skip
+        product(kernels.gate_up, gate_up, gate_up_bias, hidden_ND, order, slots, inner, hidden_ND.stride(0), slot_count,
+                top_k, hidden, units, low, gate.alpha, gate.limit, gate.shift, INTERLEAVED=gate.interleaved)  # fmt: skip
+        product(kernels.down, down, down_bias, inner, order, slots, weight_NK, y, slot_count, hidden, units, low)
         kernels.combine[(-(-hidden // COMBINED), n)](y, index_NK, out, top_k, experts, hidden, C=COMBINED)
     return out
 
 
+def _products(n: int, dtype: torch.dtype, kind: str, transposed: bool, backend: str) -> list[Configuration]:
+    """Both products of one form; transposed or MXFP4 ones as GPT-OSS has them, interleaved and biased."""
+    name, (tile, *options), gpt_oss = TYPES[dtype], form(n, dtype, backend, kind), transposed or kind == MXFP4
+    constants = {"w_row" if transposed else "w_depth": 1, "SPLIT": dtype.itemsize == 2, "BIAS": gpt_oss, "FORMAT": kind}
+    constants |= {"BLOCK_ROWS": 128 if kind == FP8 else 1, "BLOCK": 128 if kind == FP8 else GROUP, **tile._asdict()}
+    types = {"order": "*i32", "slots": "*i32", "inner": f"*{name}", "bias": f"*{name}", "slot_count": "i32"}
+    types |= dict.fromkeys(("w_expert", "w_depth" if transposed else "w_row", "hidden", "units", "low"), "i32")
+    types["w"] = f"*{name}" if kind == PLAIN else "*u8"
+    if kind == PLAIN:
+        constants |= {"scales": None, "scales_expert": 0, "scales_row": 0}
+    else:
+        types |= {"scales": "*fp32" if kind == FP8 else "*u8", "scales_expert": "i32", "scales_row": "i32"}
+    label = f"{name} rows={tile.R}{' transposed' if transposed else ''}"
+    label = label if kind == PLAIN else f"{kind} {label}"
+    up = types | {"x": f"*{name}", "x_row": "i32", "top_k": "i32"} | dict.fromkeys(("alpha", "limit", "shift"), "fp32")
+    interleaved = constants | {"INTERLEAVED": gpt_oss}
+    out = types | {"weight": f"*{name}", "y": "*fp32"}
+    return [
+        Configuration(f"expert_mlp.gate_up {label}", kernels.gate_up, up, interleaved, *options),
+        Configuration(f"expert_mlp.down {label}", kernels.down, out, constants, *options),
+    ]
+
+
 def configurations(backend: str) -> list[Configuration]:
-    """Every compiled form: layouts of Qwen-MoE (rows dense) and GPT-OSS (transposed, interleaved, biased)."""
+    """Every compiled form: layouts of Qwen-MoE (rows dense), GPT-OSS (transposed, or MXFP4) and DeepSeek-V3 (FP8)."""
     found = []
     for dtype, name in TYPES.items():
+        kinds = [(PLAIN, False), (PLAIN, True)] + [(FP8, False), (MXFP4, False)] * (dtype.itemsize == 2)
         for n in (16, 32, 64):
-            tile, *options = form(n, dtype, backend)
-            for transposed in (False, True):
-                dense = {"w_row" if transposed else "w_depth": 1, **tile._asdict()}
-                integers = dict.fromkeys(
-                    ("w_expert", "w_depth" if transposed else "w_row", "hidden", "units", "low"), "i32"
-                )
-                common = {"order": "*i32", "slots": "*i32", "inner": f"*{name}", "w": f"*{name}", "bias": f"*{name}",
-                          "slot_count": "i32", **integers}  # fmt: skip
-                label = f"{name} rows={tile.R}{' transposed' if transposed else ''}"
-                up = common | {"x": f"*{name}", "x_row": "i32", "top_k": "i32"}
-                up |= dict.fromkeys(("alpha", "limit", "shift"), "fp32")
-                constants = dense | {"INTERLEAVED": transposed, "BIAS": transposed, "SPLIT": dtype.itemsize == 2}
-                found.append(Configuration(f"expert_mlp.gate_up {label}", kernels.gate_up, up, constants, *options))
-                out = common | {"weight": f"*{name}", "y": "*fp32"}
-                constants = dense | {"BIAS": transposed, "SPLIT": dtype.itemsize == 2}
-                found.append(Configuration(f"expert_mlp.down {label}", kernels.down, out, constants, *options))
-        types = {"y": "*fp32", "index": "*i64", "out": f"*{name}"} | dict.fromkeys(
-            ("top_k", "experts", "hidden"), "i32"
-        )
+            for kind, transposed in kinds:
+                found += _products(n, dtype, kind, transposed, backend)
+        types = {"y": "*fp32", "index": "*i64", "out": f"*{name}"}
+        types |= dict.fromkeys(("top_k", "experts", "hidden"), "i32")
         found.append(Configuration(f"expert_mlp.combine {name}", kernels.combine, types, {"C": COMBINED}))
     types = {"index": "*i64", "order": "*i32", "slots": "*i32"}
     types |= dict.fromkeys(("pairs", "experts", "slot_count"), "i32")

@@ -2,6 +2,10 @@
 
 Names: R rows (pairs of token and slot) of a tile, C its output columns, K its depth. A pair is token * top_k + slot.
 Offsets of weights are 64-bit: one layer's experts may pass 2^31 numbers.
+
+`FORMAT` of a matrix: "plain" (numbers), "fp8" (bytes of e4m3, decoded by whole-number arithmetic, since not every chip knows
+the type) or "mxfp4" (bytes of two e2m1). Codes are decoded in registers, exactly, in the activations' 16-bit type; their scale
+multiplies fp32 sums, of K columns that share it ("fp8") or of each group of 32 ("mxfp4").
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+GROUP = tl.constexpr(32)  # numbers of MXFP4 that share a scale
+E4M3_BIAS, E2M1_BIAS = tl.constexpr(2.0**120), tl.constexpr(2.0**126)  # by which their exponents fall short of fp32's
 
 
 @triton.jit
@@ -38,12 +44,47 @@ def plan(index, order, slots, pairs, experts, slot_count, P: tl.constexpr, E: tl
 
 
 @triton.jit
-def _project(x_R, low, live_R, w_C, known_C, depth, w_depth,  # type: ignore[no-untyped-def]
+def e4m3(code):  # type: ignore[no-untyped-def]
+    """fp32 of bytes of float8_e4m3fn; subnormal ones become normal by the product."""
+    bits = code.to(tl.uint32)
+    number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * E4M3_BIAS
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
+
+
+@triton.jit
+def e2m1(code):  # type: ignore[no-untyped-def]
+    """fp32 of the low four bits of bytes, in e2m1."""
+    bits = code.to(tl.uint32)
+    return (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True) * E2M1_BIAS
+
+
+@triton.jit
+def e8m0(code):  # type: ignore[no-untyped-def]
+    """fp32 of exponents: 2^(code - 127), NaN for 255."""
+    bits = code.to(tl.uint32)
+    number = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)  # 2^-127 is subnormal
+    return tl.where(bits == 255, float("nan"), number)
+
+
+@triton.jit
+def _project(x_R, low, live_R, w_C, known_C, scale_C, depth, w_depth, FORMAT: tl.constexpr, BLOCK: tl.constexpr,  # type: ignore[no-untyped-def]
              R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
     """[R, C] fp32: rows at `x_R` times columns at `w_C`, whose numbers lie `w_depth` apart; dead ones are zero.
 
-    `SPLIT`: a row is the sum of two, the second one `low` numbers further on; see `gate_up`.
+    `SPLIT`: a row is the sum of two, the second one `low` numbers further on; see `gate_up`. `scale_C`: a column's first scale,
+    for the first `BLOCK` numbers, a multiple of K; the others follow it.
     """
+    if FORMAT == "mxfp4":
+        acc = _project_groups(x_R, low, live_R, w_C, known_C, scale_C, depth // GROUP, R, C, K // GROUP, SPLIT)
+    else:
+        acc = _project_columns(x_R, low, live_R, w_C, known_C, scale_C, depth, w_depth, FORMAT, BLOCK, R, C, K, SPLIT)
+    return acc
+
+
+@triton.jit
+def _project_columns(x_R, low, live_R, w_C, known_C, scale_C, depth, w_depth, FORMAT: tl.constexpr, BLOCK: tl.constexpr,  # type: ignore[no-untyped-def]
+                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
+    """`_project` of plain numbers or FP8, K at a time."""
     acc = tl.full([R, C], 0.0, tl.float32)
     for first in range(0, depth, K):
         k = first + tl.arange(0, K)
@@ -51,20 +92,62 @@ def _project(x_R, low, live_R, w_C, known_C, depth, w_depth,  # type: ignore[no-
         x_at, x_mask = x_R[:, None] + k[None, :], live_R[:, None] & inside[None, :]
         x = tl.load(x_at, mask=x_mask, other=0.0)
         w_at = w_C[None, :] + k[:, None].to(tl.int64) * w_depth
-        w = tl.load(w_at, mask=inside[:, None] & known_C[None, :], other=0.0)
-        if INTERPRETED:  # numpy knows no bf16
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        w = tl.load(w_at, mask=inside[:, None] & known_C[None, :], other=0)
+        part = acc
+        if FORMAT == "fp8":
+            w = e4m3(w).to(x.dtype)
+            part = tl.full([R, C], 0.0, tl.float32)
+        part = _dot(x, w, part)
         if SPLIT:
-            x = tl.load(x_at + low, mask=x_mask, other=0.0)
-            acc = tl.dot(x.to(w.dtype), w, acc, input_precision="ieee")
+            part = _dot(tl.load(x_at + low, mask=x_mask, other=0.0), w, part)
+        if FORMAT == "fp8":
+            part = acc + part * tl.load(scale_C + first // BLOCK, mask=known_C, other=0.0)[None, :]
+        acc = part
     return acc
 
 
 @triton.jit
-def gate_up(x, order, slots, w, bias, inner, x_row, w_expert, w_row, w_depth, slot_count, top_k, hidden, units,  # type: ignore[no-untyped-def]
-            low, alpha, limit, shift, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr,
-            SPLIT: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr):  # fmt: skip
+def _project_groups(x_R, low, live_R, w_C, known_C, scale_C, groups,  # type: ignore[no-untyped-def]
+                    R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
+    """`_project` of MXFP4, G groups at a time, whose sums stay apart to the end.
+
+    The low halves of a group's bytes meet its even activations, the high halves its odd ones: no number changes place.
+    """
+    acc = tl.full([G, R, C], 0.0, tl.float32)
+    for first in range(0, groups, G):
+        group = first + tl.arange(0, G)
+        inside = group < groups
+        byte = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        w_mask = inside[:, None] & known_C[None, :]
+        w = tl.load(w_C[None, None, :] + byte[:, :, None], mask=w_mask[:, None, :], other=0)
+        k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x_at, x_mask = x_R[None, :, None] + k[:, None, :], live_R[None, :, None] & inside[:, None, None]
+        x = tl.load(x_at, mask=x_mask, other=0.0)
+        low_half, high_half = e2m1(w).to(x.dtype), e2m1(w >> 4).to(x.dtype)
+        even, odd = tl.split(tl.reshape(x, [G, R, GROUP // 2, 2]))
+        part = _dot(odd, high_half, _dot(even, low_half, tl.full([G, R, C], 0.0, tl.float32)))
+        if SPLIT:
+            x = tl.load(x_at + low, mask=x_mask, other=0.0)
+            even, odd = tl.split(tl.reshape(x, [G, R, GROUP // 2, 2]))
+            part = _dot(odd, high_half, _dot(even, low_half, part))
+        scale = e8m0(tl.load(scale_C[None, :] + group[:, None], mask=w_mask, other=0))
+        acc += part * scale[:, None, :]
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def _dot(x, w, acc):  # type: ignore[no-untyped-def]
+    """acc + x @ w in fp32."""
+    if INTERPRETED:  # numpy knows no bf16
+        x, w = x.to(tl.float32), w.to(tl.float32)
+    return tl.dot(x, w, acc, input_precision="ieee")
+
+
+@triton.jit
+def gate_up(x, order, slots, inner, x_row, slot_count, top_k, hidden, units, low, alpha, limit, shift, bias,  # type: ignore[no-untyped-def]
+            w, w_expert, w_row, w_depth, scales, scales_expert, scales_row, FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+            BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+            R: tl.constexpr, C: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """inner [pairs, units] = gated(x @ gate_up.T + bias) for C / 2 units of one touched expert.
 
     `SPLIT`: in two numbers of a 16-bit type, the rounded value and, `low` further on, what it lacks: at most 2^-16 is lost
@@ -84,13 +167,16 @@ def gate_up(x, order, slots, w, bias, inner, x_row, w_expert, w_row, w_depth, sl
         row = unit + (c // U) * units
         known = unit < units
     w_C = w + expert * w_expert + row.to(tl.int64) * w_row
+    scale_C = w_C
+    if FORMAT != "plain":
+        scale_C = scales + expert * scales_expert + (row // BLOCK_ROWS) * scales_row
     u = tl.program_id(0) * U + tl.arange(0, U)
     for first in range(0, count, R):  # once, unless a token names an expert twice
         r = first + tl.arange(0, R)
         live = r < count
         pair = tl.load(order + begin + r, mask=live, other=0)
         x_R = x + (pair // top_k).to(tl.int64) * x_row
-        acc = _project(x_R, 0, live, w_C, known, hidden, w_depth, R, C, K, False)
+        acc = _project(x_R, 0, live, w_C, known, scale_C, hidden, w_depth, FORMAT, BLOCK, R, C, K, False)
         if BIAS:
             acc += tl.load(bias + expert * 2 * units + row, mask=known, other=0.0).to(tl.float32)[None, :]
         if INTERLEAVED:
@@ -109,8 +195,10 @@ def gate_up(x, order, slots, w, bias, inner, x_row, w_expert, w_row, w_depth, sl
 
 
 @triton.jit
-def down(inner, order, slots, w, bias, weight, y, w_expert, w_row, w_depth, slot_count, hidden, units, low,  # type: ignore[no-untyped-def]
-         BIAS: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr):  # fmt: skip
+def down(inner, order, slots, weight, y, slot_count, hidden, units, low, bias,  # type: ignore[no-untyped-def]
+         w, w_expert, w_row, w_depth, scales, scales_expert, scales_row, FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+         BLOCK: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+         R: tl.constexpr, C: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """y [pairs, hidden] (fp32) = weight * (inner @ down.T + bias) for C outputs of one touched expert."""
     slot = tl.program_id(1)
     expert = tl.load(slots + slot).to(tl.int64)
@@ -119,11 +207,16 @@ def down(inner, order, slots, w, bias, weight, y, w_expert, w_row, w_depth, slot
     row = tl.program_id(0) * C + tl.arange(0, C)
     known = row < hidden
     w_C = w + expert * w_expert + row.to(tl.int64) * w_row
+    scale_C = w_C
+    if FORMAT != "plain":
+        scale_C = scales + expert * scales_expert + (row // BLOCK_ROWS) * scales_row
     for first in range(0, count, R):
         r = first + tl.arange(0, R)
         live = r < count
         pair = tl.load(order + begin + r, mask=live, other=0)
-        acc = _project(inner + pair * units, low, live, w_C, known, units, w_depth, R, C, K, SPLIT)
+        acc = _project(
+            inner + pair * units, low, live, w_C, known, scale_C, units, w_depth, FORMAT, BLOCK, R, C, K, SPLIT
+        )
         if BIAS:
             acc += tl.load(bias + expert * hidden + row, mask=known, other=0.0).to(tl.float32)[None, :]
         acc *= tl.load(weight + pair, mask=live, other=0.0).to(tl.float32)[:, None]

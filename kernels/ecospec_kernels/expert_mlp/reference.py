@@ -4,16 +4,89 @@ out[t] = sum_k weights[t, k] * down_e(gated(gate_e(x[t]), up_e(x[t]))) with e = 
 `Gate` says what `gated` is.
 
 Shapes: n tokens, K experts per token, E experts, D hidden size, M units per expert. Layouts follow the attributes of
-transformers' experts modules (`transformers.integrations.moe.use_experts_implementation`).
+transformers' experts modules (`transformers.integrations.moe.use_experts_implementation`). Matrices are plain tensors or
+quantised ones, `Fp8` or `Mxfp4`, which mean the numbers that `dequantized` gives; activations are never quantised.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ecospec_kernels.checks import first, refuse, wrong
+
+GROUP = 32  # MXFP4 numbers that share a scale
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are their negatives
+
+
+class Fp8(NamedTuple):
+    """A matrix [R, C] of each expert as DeepSeek stores it: number * scale of its block.
+
+    values: float8_e4m3fn [E, R, C]. scales (`weight_scale_inv`): fp32 [E, ceil(R / block[0]), ceil(C / block[1])], blocks
+    counted from the first row and column of the whole matrix (of gate_up: gates and ups together).
+    """
+
+    values: Tensor
+    scales: Tensor
+    block: tuple[int, int] = (128, 128)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(E, R, C)."""
+        return tuple(self.values.shape)
+
+    def invalid(self) -> str | None:
+        """What is wrong with dtypes and shapes, if anything."""
+        if self.values.dim() != 3 or self.values.dtype is not torch.float8_e4m3fn or min(self.block) < 1:
+            return f"FP8 is float8_e4m3fn [E, R, C] in blocks, not {self.values.dtype} {list(self.values.shape)} in {self.block}"
+        grid = [math.ceil(size / step) for size, step in zip(self.shape[1:], self.block, strict=True)]
+        return wrong("scales", self.scales, (self.shape[0], *grid), (torch.float32,), self.values)
+
+    def dequantized(self, e: int) -> Tensor:
+        """Expert e's matrix [R, C] in fp32."""
+        values, (rows, columns) = self.values[e].float(), self.block
+        scales = self.scales[e].repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        return values * scales[: values.size(0), : values.size(1)]
+
+
+class Mxfp4(NamedTuple):
+    """A matrix [R, C] of each expert in the OCP Microscaling format, laid out as GPT-OSS stores it.
+
+    values (`_blocks`): uint8 [E, R, C / 32, 16], two e2m1 numbers a byte, the one in the low half first. scales (`_scales`):
+    uint8 [E, R, C / 32], the factor 2**(code - 127) of 32 numbers, NaN for 255.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(E, R, C)."""
+        experts, rows, groups = self.values.shape[:3]
+        return experts, rows, groups * GROUP
+
+    def invalid(self) -> str | None:
+        """What is wrong with dtypes and shapes, if anything."""
+        shape = (*self.values.shape[:3], GROUP // 2)
+        if self.values.dim() != 4 or self.values.shape != shape or self.values.dtype is not torch.uint8:
+            return f"MXFP4 is uint8 [E, R, C / 32, 16], not {self.values.dtype} {list(self.values.shape)}"
+        return wrong("scales", self.scales, shape[:3], (torch.uint8,), self.values)
+
+    def dequantized(self, e: int) -> Tensor:
+        """Expert e's matrix [R, C] in fp32."""
+        numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=self.values.device)
+        codes = torch.stack([self.values[e] & 15, self.values[e] >> 4], dim=-1).flatten(-2)  # [R, G, 32]
+        exponents = self.scales[e].int() - 127
+        scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents).float()
+        scales = scales.masked_fill(exponents == 128, math.nan)
+        return (numbers[codes.int()] * scales[..., None]).flatten(1)
+
+
+Matrix = Tensor | Fp8 | Mxfp4
 
 
 class Gate(NamedTuple):
@@ -46,6 +119,10 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
     return F.linear(x, weight.T if transposed else weight, bias)
 
 
+def _whole(matrix: Matrix, e: int) -> Tensor:
+    return matrix[e].float() if isinstance(matrix, Tensor) else matrix.dequantized(e)
+
+
 def module_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> Tensor:
     """Experts function for any transformers experts module, in its own dtype; see the module docstring.
 
@@ -70,21 +147,23 @@ def module_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: 
 
 
 def expert_mlp(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, gate: Gate = SWIGLU,
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Matrix, down: Matrix, gate: Gate = SWIGLU,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """gate_up [E, 2M, D], down [E, D, M], biases [E, 2M] and [E, D] or None -> [n, D] in hidden's dtype.
 
-    Everything between input and output is fp32. Raises IndexError for an expert id outside [0, E].
+    Everything between input and output is fp32. Raises IndexError for an expert id outside [0, E], ValueError for a quantised
+    matrix whose parts do not fit each other.
     """
-    experts = gate_up.size(0)
+    refuse("expert_mlp", first(*(m.invalid() for m in (gate_up, down) if not isinstance(m, Tensor))))
+    experts = gate_up.shape[0]
     if index_NK.numel() and not 0 <= int(index_NK.min()) <= int(index_NK.max()) <= experts:
         raise IndexError(f"expert id outside [0, {experts}]")
     slots = torch.zeros((*index_NK.shape, hidden_ND.size(-1)), dtype=torch.float32, device=hidden_ND.device)
     for e in touched_experts(index_NK, experts):
         token, slot = torch.where(index_NK == e)
         biases = [None if bias is None else bias[e].float() for bias in (gate_up_bias, down_bias)]
-        inner = gate.apply(F.linear(hidden_ND[token].float(), gate_up[e].float(), biases[0]))
-        y = F.linear(inner, down[e].float(), biases[1])
+        inner = gate.apply(F.linear(hidden_ND[token].float(), _whole(gate_up, e), biases[0]))
+        y = F.linear(inner, _whole(down, e), biases[1])
         slots[token, slot] = y * weight_NK[token, slot, None].float()
     return slots.sum(1).to(hidden_ND.dtype)

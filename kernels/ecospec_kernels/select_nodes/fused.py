@@ -4,10 +4,8 @@ A step reads the sets of the open nodes once more (from the L1 cache after the f
 time, and counts the bits of their union with the covered words, which lie in memory; all else stays in registers. Scores
 are float64 without fused multiply-add, so that ties fall as on the host.
 
-Computed, not measured, for 64 nodes, 58 layers of 256 experts: the sets are 119 KB, which fit the L1 cache of an A100 or
-later. A step reads them at 128 bytes per clock in 930 clocks; reductions over the block, two barriers and the update of
-the covered words, which wait for each other, take about as many again. 2000 clocks are 1.2 us at 1.7 GHz: 0.08 ms for a
-budget of 64, 0.02 ms for 16, and 0.01 ms for the launch and the first read.
+How long that takes is computed, not measured, in `kernels/bench/floors.py`, for 64 nodes and 58 layers of 256 experts, whose sets
+are 119 KB and fit the L1 cache of an A100 or later.
 """
 
 from __future__ import annotations
@@ -17,12 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ecospec_kernels.checks import refuse
-from ecospec_kernels.launch import Configuration, on_device, power_of_two
+from ecospec_kernels.checks import first, refuse
+from ecospec_kernels.launch import Configuration, on_device, smallest
 from ecospec_kernels.select_nodes.reference import Rule, Selection, invalid
 
-MAX_NODES = 128
-WARPS = 16  # of 4, 8 and 16 the one whose compiled forms spill least (the calls of float64 division)
+NODES, WORDS = (16, 64, 128), (4, 8, 16)  # sizes that are compiled
+# Words of each node that are read at a time, by padded number of nodes: with others some chip's compiler spills.
+CHUNKS = {16: 32, 64: 64, 128: 32}
+MAX_NODES, MAX_WORDS = NODES[-1], WORDS[-1]
+WARPS = 16
 
 
 @triton.jit
@@ -58,9 +59,9 @@ def _reads(rows, inside, covered, layers, words, limit, N: tl.constexpr, LB: tl.
 def select_kernel(  # type: ignore[no-untyped-def]
     reach, parents, masks, root, parameters, covered, nodes, parent_rows, count,
     n, layers, words, budget,
-    N: tl.constexpr, LB: tl.constexpr, W: tl.constexpr, M: tl.constexpr, RATIO: tl.constexpr, LIMITED: tl.constexpr,
+    N: tl.constexpr, LB: tl.constexpr, W: tl.constexpr, RATIO: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """All tensors contiguous. N, W, M: n, words and budget padded to powers of two; LB layers at a time.
+    """All tensors contiguous. N, W: at least n and words, powers of two; LB layers at a time. A budget of up to N.
 
     `covered` [layers * words]: room for the set of experts that are paid for.
     """
@@ -111,19 +112,15 @@ def select_kernel(  # type: ignore[no-untyped-def]
     tl.store(parent_rows + row - 1, above, mask=chosen)
     number = tl.sum(chosen.to(tl.int32), 0)
     tl.store(count, number)
-    rest = tl.arange(0, M)
-    blank = (rest >= number) & (rest < budget)
-    tl.store(nodes + rest, -1, mask=blank)
-    tl.store(parent_rows + rest, -1, mask=blank)
+    blank = (node >= number) & (node < budget)
+    tl.store(nodes + node, -1, mask=blank)
+    tl.store(parent_rows + node, -1, mask=blank)
 
 
 def shape_options(nodes: int, words: int, budget: int) -> dict[str, int]:
-    """Compile-time sizes for so many nodes, int32 words a layer and nodes to choose; a chunk of layers is 64 words or more."""
-    wide = power_of_two(words)
-    return {
-        "N": power_of_two(nodes), "LB": max(1, 64 // wide), "W": wide, "M": power_of_two(budget),
-        "num_warps": WARPS,
-    }  # fmt: skip
+    """Compile-time sizes for so many nodes, int32 words a layer and nodes to choose."""
+    padded, wide = smallest(max(nodes, budget), NODES), smallest(words, WORDS)
+    return {"N": padded, "LB": CHUNKS[padded] // wide, "W": wide, "num_warps": WARPS}
 
 
 def unsupported(
@@ -131,7 +128,11 @@ def unsupported(
 ) -> str | None:  # fmt: skip
     """Why this kernel does not take these arguments."""
     problem = invalid(reach_n, parents_n, masks_nLW, root_LW, rule, budget)
-    return problem or (f"more than {MAX_NODES} nodes" if max(len(reach_n), budget) > MAX_NODES else None)
+    words = masks_nLW.size(-1) * masks_nLW.element_size() // 4 if masks_nLW.dim() else 0
+    return problem or first(
+        f"more than {MAX_NODES} nodes" if max(len(reach_n), budget) > MAX_NODES else None,
+        f"more than {MAX_WORDS} int32 words a layer" if words > MAX_WORDS else None,
+    )
 
 
 def select_nodes(
@@ -154,18 +155,18 @@ def select_nodes(
 
 
 def configurations(backend: str) -> list[Configuration]:
-    """Both rules, with and without a capacity, for pools of 16, 64 and 128 nodes and 128 or 256 experts."""
+    """Both rules, with and without a capacity, for every size of pool and set."""
     types = {"reach": "*fp32", "parents": "*i64", "parameters": "*fp64"}
     types |= dict.fromkeys(("masks", "root", "covered", "nodes", "parent_rows", "count"), "*i32")
     types |= dict.fromkeys(("n", "layers", "words", "budget"), "i32")
     found = []
-    for nodes in (16, 64, 128):
-        for words in (4, 8):
+    for nodes in NODES:
+        for words in WORDS:
             options = shape_options(nodes, words, nodes)
             warps = options.pop("num_warps")
             for ratio in (True, False):
                 for limited in (True, False):
                     name = f"select_nodes {'ratio' if ratio else 'throughput'}{' limited' if limited else ''} {nodes}x{words}"
                     constants = options | {"RATIO": ratio, "LIMITED": limited}
-                    found.append(Configuration(name, select_kernel, types, constants, warps))
+                    found.append(Configuration(name, select_kernel, types, constants, warps, fp_fusion=False))
     return found

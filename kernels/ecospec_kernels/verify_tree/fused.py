@@ -8,17 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ecospec_kernels.checks import refuse
-from ecospec_kernels.launch import Configuration, on_device, power_of_two
+from ecospec_kernels.launch import Configuration, on_device, smallest
 from ecospec_kernels.verify_tree.reference import Accepted, invalid
 
-MAX_NODES = 1023
+ROWS = (16, 64, 128, 1024)  # of a pass: sizes that are compiled
+MAX_NODES = ROWS[-1] - 1
 
 
 @triton.jit
 def walk_kernel(  # type: ignore[no-untyped-def]
     following, tokens, parents, rows, out_tokens, count, root, n, N: tl.constexpr
 ):  # fmt: skip
-    """N: n padded to a power of two above it."""
+    """N: a power of two above n."""
     node = tl.arange(0, N)
     token = tl.load(tokens + node, mask=node < n, other=-1)
     parent = tl.load(parents + node, mask=node < n, other=-1).to(tl.int32)
@@ -52,13 +53,13 @@ def verify_tree(next_R: Tensor, tokens_n: Tensor, parents_n: Tensor) -> Accepted
     tokens, root = (torch.empty(size, dtype=torch.int64, device=device) for size in (n + 1, 1))
     with on_device(next_R):
         walk_kernel[(1,)](
-            next_R, tokens_n, parents_n, rows, tokens, count, root, n, N=power_of_two(n + 1), num_warps=1
+            next_R, tokens_n, parents_n, rows, tokens, count, root, n, N=smallest(n + 1, ROWS), num_warps=1
         )  # fmt: skip
     return Accepted(rows, tokens, count, root)
 
 
 def configurations(backend: str) -> list[Configuration]:
-    """The walk over 15, 63 and 127 nodes."""
+    """Every size of pass."""
     types = {"following": "*i64", "tokens": "*i64", "parents": "*i32", "rows": "*i32", "out_tokens": "*i64",
              "count": "*i32", "root": "*i64", "n": "i32"}  # fmt: skip
-    return [Configuration(f"verify_tree {n - 1} nodes", walk_kernel, types, {"N": n}, 1) for n in (16, 64, 128)]
+    return [Configuration(f"verify_tree {n - 1} nodes", walk_kernel, types, {"N": n}, 1) for n in ROWS]

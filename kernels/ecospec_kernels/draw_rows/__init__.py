@@ -1,0 +1,1 @@
+"""The op `draw_rows`."""

@@ -1,0 +1,1 @@
+"""The op `expert_predictor`."""
