@@ -10,6 +10,7 @@ gets attention besides experts. float32 keeps torch's own operations, so that it
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ecospec_kernels import dispatch
-from ecospec_kernels.expert_mlp.reference import Gate, module_experts
+from ecospec_kernels.expert_mlp.reference import Fp8, Gate, module_experts
 from ecospec_kernels.pages import use_huge_pages
 from ecospec_runtime.console import note
 from ecospec_runtime.placement import one_piece
@@ -34,8 +35,12 @@ def gate_of(module: Any) -> Gate | None:
     if not getattr(module, "has_gate", True) or getattr(module, "has_post_expert_norm", False):
         return None
     gates = [Gate(interleaved=not getattr(module, "is_concatenated", True))]
-    if hasattr(module, "alpha") and hasattr(module, "limit"):
-        gates.append(gates[0]._replace(alpha=module.alpha, limit=module.limit, shift=1.0))
+    limit, alpha = (getattr(module, name, None) for name in ("limit", "alpha"))
+    alpha = getattr(module, "swiglu_alpha", None) if alpha is None else alpha
+    if limit is not None:
+        gates.append(gates[0]._replace(limit=limit))
+        if alpha is not None:
+            gates.append(gates[1]._replace(alpha=alpha, shift=1.0))
     x = (
         torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 4, 8)[:, None]
     )  # beyond any clamp
@@ -63,6 +68,43 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         if out is not None:
             return out
     return module_experts(self, hidden_states, top_k_index, top_k_weights)
+
+
+def fp8_weights(module: Any) -> tuple[Fp8, Fp8] | None:
+    """gate_up and down of transformers' `FP8Experts` (float8_e4m3fn, `_scale_inv`), if they are what the op's `Fp8` means.
+
+    Gates and ups were quantised apart: their scales are those of one matrix only where no block reaches from one to the other.
+    """
+    parameters, block = module._parameters, getattr(module, "block_size", None)
+    names = [name for name in ("gate_up_proj", "down_proj") if f"{name}_scale_inv" in parameters]
+    if len(names) < 2 or block is None or module.activation_scheme != "dynamic":
+        return None
+    gate_up, down = (Fp8(parameters[n], parameters[f"{n}_scale_inv"], (block[0], block[1])) for n in names)
+    fits = not gate_up.invalid() and not down.invalid() and down.shape[-1] % block[0] == 0
+    return (gate_up, down) if fits else None
+
+
+@cache
+def _fp8_class(kind: Any) -> type:
+    """`FP8Experts` that go through the op where its Triton kernel takes the call: activations stay 16-bit then."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        routed = hidden_states, top_k_index, top_k_weights
+        matrices = fp8_weights(self)
+        out = None if matrices is None else dispatch.fast_experts(*routed, *matrices, self._ecospec_gate)
+        return kind.forward(self, *routed) if out is None else out
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _fp8_experts(model: Any) -> None:
+    """Let the FP8 experts of a model that stays quantised go through the op."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if kind.__module__ != __name__ and fp8_weights(module) is not None:
+            module._ecospec_gate = gate_of(module)
+            if module._ecospec_gate is not None:
+                module.__class__ = _fp8_class(kind)
 
 
 def _arrange(module: Any) -> None:
@@ -177,10 +219,11 @@ def _attention(model: Any) -> None:
 def install(model: Any, device: str | torch.device | None = None) -> None:
     """Install the kernels that fit this model on `device` (default: where it is); safe to call twice.
 
-    Layers that stay quantised keep their own functions (transformers has a registry of its own for FP8 experts). A model
-    that is sharded or offloaded gets the experts function only.
+    Layers that stay quantised keep their own functions, but for FP8 experts where Triton runs. A model that is sharded or
+    offloaded gets the experts function only.
     """
     if getattr(model, "is_quantized", False):
+        _fp8_experts(model)
         return
     if hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
         _experts(model)

@@ -13,7 +13,7 @@ them, and none is ever accepted. Rows that the step may look at (`span`) are a s
 reads all of them. The host knows how many tokens it has read, so it knows the most rows that the next step can need.
 
 What the host does in `Engine` and this step does not: penalties, log-probabilities, stop rules (the host applies them to what it reads),
-and the search of `throughput` beyond `select_nodes`. `Choose` is the seam for draws at a temperature.
+and the search of `throughput` beyond `select_nodes`. `sampling.Draws` is the `choose` above temperature 0.
 
 Legend of shapes: R rows of a pass (root first), N nodes of the pool, m nodes that may be chosen, C rows of the cache that a
 step may look at, L MoE layers, W int32 words of a set of experts, F width of the drafter's features, V vocabulary.

@@ -19,6 +19,7 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 from ecospec_runtime.acceptance import AcceptanceModel, node_scalars
 from ecospec_runtime.config import PoolConfig, read_model
@@ -113,7 +114,12 @@ class Predictor:
 
 def as_recorded(values: Floats) -> Floats:
     """Values as traces hold them, in float16: what the network was fitted on, and what replay scores."""
-    return torch.from_numpy(values).clamp(-HALF_MAX, HALF_MAX).half().float().numpy()
+    return recorded(torch.from_numpy(values)).numpy()
+
+
+def recorded(values: Tensor) -> Tensor:
+    """`as_recorded` of a tensor, float32."""
+    return values.float().clamp(-HALF_MAX, HALF_MAX).half().float()
 
 
 def load_manifest(folder: Path) -> PredictorManifest:

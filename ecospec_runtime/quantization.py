@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ecospec_kernels.expert_mlp.reference import E2M1, GROUP, exponents
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.weights import StoredTensor, own_memory
 
@@ -28,8 +29,6 @@ FP8, MXFP4 = "fp8", "mxfp4"
 FP8_CAPABILITY = (8, 9)
 REMEDY = "the file is damaged or was not written in this layout; copy or download it again"
 _SCALE, _SCALES = "_scale_inv", "_scales"
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-GROUP = 32  # MXFP4 values that share a scale
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
@@ -116,13 +115,6 @@ def scale_values(stored: StoredTensor) -> Tensor:
     return scale
 
 
-def exponents(codes: Tensor) -> Tensor:
-    """2**(code - 127) in float32 for E8M0 codes (uint8), NaN for 255."""
-    bits = codes.int()
-    values = torch.where(bits == 0, 1 << 22, bits << 23)  # 2**-127 is subnormal
-    return values.view(torch.float32).masked_fill(bits == 255, math.nan)
-
-
 @dataclass(frozen=True)
 class Mxfp4Weight:
     """MXFP4 experts of one layer, read as `dtype` [E, 32 G, R]. Slices like a `StoredTensor`."""
@@ -151,7 +143,7 @@ class Mxfp4Weight:
             )
 
     def __getitem__(self, index: Any) -> Tensor:
-        values = torch.tensor([*_E2M1, *(-v for v in _E2M1)])
+        values = torch.tensor([*E2M1, *(-v for v in E2M1)])
         pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)  # [256, 2] of a byte
         out = own_memory(self.shape, self.dtype)
         for e in range(len(out)):

@@ -6,7 +6,7 @@ else a pass verified. A drafter that adds the same noise to its logits guesses t
 know the dice, and the text stays the target's own.
 Source: Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding", arXiv 2408.07978.
 
-Host-side numpy. Legend of shapes: V vocabulary, n rows of a pass.
+Host-side numpy, and `Draws`, the same draw on a device. Legend of shapes: V vocabulary, n rows of a pass.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from ecospec_kernels import dispatch
+from ecospec_kernels.draw_rows import reference
 from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.pool import Floats
 
@@ -62,12 +66,25 @@ class Sampler:
         self.penalises = config.repetition_penalty != 1.0
         self.greedy = config.temperature == 0.0
         self._noise: dict[int, Floats] = {}  # by position
+        self._draws: Draws | None = None
         self._widest = 0  # vocabulary that was asked for: drafters' may be smaller than the target's
 
     @property
     def plain_argmax(self) -> bool:
         """Whether a row's token is just its argmax, with nothing to process."""
         return self.greedy and not self.penalises
+
+    @property
+    def plain(self) -> bool:
+        """Whether a row's token is its argmax or, above temperature 0, that of logits and noise: nothing to process."""
+        c = self.config
+        return not self.penalises and (self.greedy or (c.top_k == 0 and c.top_p == 1.0 and c.min_p == 0.0))
+
+    def draws(self, device: torch.device) -> Draws:
+        """The same draws on `device`. Needs temperature > 0, and `plain`."""
+        if self._draws is None or self._draws.seed.device != device:
+            self._draws = Draws(self.config.seed, self.config.temperature, device)
+        return self._draws
 
     def choose(self, logits_V: NDArray[np.floating], position: int, seen: set[int]) -> int:
         """Token for `position` (its index in prompt + generated text), given the raw logits and the ids before it."""
@@ -119,6 +136,27 @@ class Sampler:
             penalty = self.config.repetition_penalty
             row[ids] = np.where(values < 0, values * penalty, values / penalty)
         return row
+
+
+class Draws:
+    """A `Sampler`'s draws on a device, without filters and penalties: the `choose` of a `DeviceStep`.
+
+    In float32: another token only where the two largest sums are as good as equal, see `draw_rows`. `seed` and `temperature`
+    are tensors, which a replayed step reads anew: copy others into them to decode another text.
+    """
+
+    def __init__(self, seed: int, temperature: float, device: torch.device | str):
+        """`temperature` above 0; `seed` as in `GenerationConfig`."""
+        self.seed = torch.tensor([seed], device=device)
+        self.temperature = torch.tensor([temperature], device=device)
+
+    def __call__(self, logits_nV: Tensor, positions_n: Tensor) -> Tensor:
+        """Tokens `[n]` for these positions."""
+        return dispatch.draw_rows(logits_nV, positions_n, self.seed, self.temperature)
+
+    def noise(self, positions_n: Tensor, ids_V: Tensor) -> Tensor:
+        """What a drafter adds to its logits of the tokens `ids_V`, float32 `[n, V]`; as `Sampler.noise`."""
+        return self.temperature * reference.gumbels(reference.noise_bits(positions_n, self.seed, ids_V))
 
 
 def log_probability(logits_V: NDArray[np.floating], token: int) -> float:

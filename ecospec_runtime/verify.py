@@ -2,7 +2,8 @@
 
 At each node the next token is the target's own choice, and the child that carries it, if the set has one, is accepted.
 A draft is thus never *tested*; the target's text cannot depend on it. Rows of a pass: 0 is the root, 1.. the chosen nodes.
-Where Triton runs and a row's token is its argmax, the walk is the device's, and one transfer brings it to the host.
+Where Triton runs and a row's token is its argmax, or that of logits and noise, the walk is the device's, and one transfer
+brings it to the host.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ def follow(
 ) -> Walk:  # fmt: skip
     """`walk` or, with the same outcome, `device_walk`. `tokens` of the nodes, and the row of each one's parent."""
     logprobs = sampler.config.logprobs
-    if sampler.plain_argmax and not logprobs and dispatch.runs_triton(logits_nV):
-        return device_walk(logits_nV, tokens, parents)
+    if sampler.plain and not logprobs and dispatch.runs_triton(logits_nV):
+        return device_walk(logits_nV, tokens, parents, sampler, position)
     return walk(logits_nV, children_of(tokens, parents), sampler, position, seen, logprobs)
 
 
 @torch.inference_mode()
-def device_walk(logits_nV: Tensor, tokens: list[int], parents: list[int]) -> Walk:
-    """The walk by argmax, through the ops: the host waits for the device once."""
-    nodes = torch.tensor([tokens, parents], dtype=torch.int64, device=logits_nV.device)
-    accepted = dispatch.verify_tree(dispatch.argmax_rows(logits_nV), nodes[0], nodes[1])
+def device_walk(logits_nV: Tensor, tokens: list[int], parents: list[int], sampler: Sampler, position: int) -> Walk:
+    """The walk of a `plain` sampler through the ops: the host waits for the device once."""
+    positions = [position]
+    for parent in parents:
+        positions.append(positions[parent] + 1)
+    rows_n = torch.tensor([positions, [-1, *tokens], [-1, *parents]], device=logits_nV.device)
+    chosen_n = (
+        dispatch.argmax_rows(logits_nV) if sampler.greedy else sampler.draws(logits_nV.device)(logits_nV, rows_n[0])
+    )
+    accepted = dispatch.verify_tree(chosen_n, rows_n[1, 1:], rows_n[2, 1:])
     rows, chosen = torch.stack((accepted.rows, accepted.tokens)).tolist()
     count = rows.index(-1) if rows[-1] < 0 else len(rows)
     return Walk(rows[:count], chosen[:count], [])

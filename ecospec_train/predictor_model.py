@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ecospec_runtime.acceptance import LOGIT_BOUND, LogisticWeights
+from ecospec_runtime.device_predictor import SCALAR_UNIT, RoutingNetwork
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import SCALARS, PredictorShapes
 from ecospec_train.predictor_data import Batch
 
-SCALAR_UNIT = 4.0  # divisor that brings log p, rank, depth and entropy near unit size
 ACCEPTANCE_WIDTH, ACCEPTANCE_HIDDEN = 16, 32
 INPUT_DROPOUT, HIDDEN_DROPOUT = 0.4, 0.2  # without them the head learns the fit prompts by heart
 
@@ -67,28 +67,19 @@ class AcceptanceHead(nn.Module):
         return (self.linear(scalars_N4) + self.correction(hidden)).squeeze(-1)
 
 
-class PredictorNetwork(nn.Module):
-    """Routing: a two-layer trunk with a linear path around it and a linear head. Acceptance: a small head of its own."""
+class PredictorNetwork(RoutingNetwork):
+    """Routing as `RoutingNetwork` has it. Acceptance: a small head of its own."""
 
     def __init__(self, shapes: PredictorShapes, width: int):
-        super().__init__()
-        self.shapes = shapes
-        self.inputs = nn.Linear(2 * shapes.hidden + shapes.state + SCALARS, width)
-        self.middle = nn.Linear(width, width)
-        self.routing = nn.Linear(width, shapes.layers * shapes.experts)
+        super().__init__(shapes, width)
         self.acceptance = AcceptanceHead(shapes)
 
     def forward(
         self, embedding_NH: Tensor, parent_NH: Tensor, state_Nd: Tensor, scalars_N4: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Routing logits `[N, L, E]` and acceptance logits `[N]`."""
-        scalars = scalars_N4 / SCALAR_UNIT
-        embedding = F.layer_norm(embedding_NH, (self.shapes.hidden,))
-        parent = F.layer_norm(parent_NH, (self.shapes.hidden,))
-        state = F.layer_norm(state_Nd, (self.shapes.state,))
-        x_NW = self.inputs(torch.cat([embedding, parent, state, scalars], -1))
-        h_NW = x_NW + F.silu(self.middle(F.silu(x_NW)))  # the linear path helps rare tokens
-        routing = self.routing(h_NW).unflatten(-1, (self.shapes.layers, self.shapes.experts))
+        normalised = embedding, _, state, scalars = self.normalised(embedding_NH, parent_NH, state_Nd, scalars_N4)
+        routing = self.routing(self.trunk(normalised)).unflatten(-1, (self.shapes.layers, self.shapes.experts))
         return routing, self.acceptance(embedding, state, scalars)
 
 

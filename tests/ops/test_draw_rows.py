@@ -19,7 +19,7 @@ from ecospec_kernels.argmax_rows.reference import argmax_rows
 from ecospec_kernels.draw_rows import fused, reference
 from ecospec_runtime import sampling
 from ecospec_runtime.config import GenerationConfig
-from ecospec_runtime.sampling import Sampler
+from ecospec_runtime.sampling import Draws, Sampler
 from tests.ops.cases import BF16, FP16, FP32, poisoned, random
 
 OPS = (reference, fused)
@@ -67,11 +67,11 @@ def store_bits(start, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyp
 @pytest.mark.parametrize("seed", [*SEEDS, 2**64 - 1])
 def test_the_bits_are_the_hosts(seed: int) -> None:
     """Above 2^63 an int64 tensor holds the seed's 64 bits."""
-    bits = reference.noise_bits(int64(*POSITIONS), int64(reference._signed(seed)), 999)
+    bits = reference.noise_bits(int64(*POSITIONS), int64(reference.signed(seed)), torch.arange(999))
     for row, position in zip(bits, POSITIONS, strict=True):
         expected = sampling.noise_bits(seed, position, 999)
         assert (row.numpy() == expected).all()
-        start = reference._mix(reference._mix(int64(reference._signed(seed))) + position)
+        start = reference._mix(reference._mix(int64(reference.signed(seed))) + position)
         out = torch.full((999,), -1, dtype=torch.int32)
         store_bits[(1,)](start, out, 999, BLOCK=1024)
         assert (out.numpy() == expected).all()
@@ -177,3 +177,15 @@ def test_dispatch_knows_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(dispatch.draw_rows(*case))
         assert dispatch.CALLS["draw_rows", implementation] == before + 1
     assert torch.equal(*found)
+
+
+def test_a_drafter_adds_the_draws_noise() -> None:
+    """`Draws.noise` is the `Sampler`'s, of any ids; and what `Draws` chooses from zeros is its argmax."""
+    sampler, draws = Sampler(GenerationConfig(temperature=0.7, seed=2**63 - 1)), Draws(2**63 - 1, 0.7, "cpu")
+    ids, positions = torch.tensor([5, 0, 999, 31]), int64(*POSITIONS)
+    found = draws.noise(positions, ids)
+    for row, position in zip(found, POSITIONS, strict=True):
+        torch.testing.assert_close(row, torch.from_numpy(sampler.noise(position, 1000))[ids], rtol=1e-5, atol=1e-5)
+    every = draws.noise(positions, torch.arange(1000))
+    assert draws(torch.zeros(len(POSITIONS), 1000), positions).tolist() == every.argmax(-1).tolist()
+    assert sampler.draws(torch.device("cpu")) is sampler.draws(torch.device("cpu"))

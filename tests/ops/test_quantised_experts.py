@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations import finegrained_fp8
 
 pytest.importorskip("triton")
 import triton
@@ -23,6 +25,7 @@ from ecospec_kernels import dispatch
 from ecospec_kernels.expert_mlp import fused, kernels, reference
 from ecospec_kernels.expert_mlp.kernels import e2m1, e4m3, e8m0
 from ecospec_kernels.expert_mlp.reference import SWIGLU, Fp8, Gate, Mxfp4
+from ecospec_runtime import compute
 
 from .cases import BF16, FP16, FP32, assert_near, fp8, mxfp4, poisoned, random, routing, under_interpreter
 
@@ -233,3 +236,58 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "runs_triton", lambda t: True)
     assert_near(dispatch.expert_mlp(*arguments), first, UNITS)
     assert dispatch.CALLS == {("expert_mlp", "reference"): 1, ("expert_mlp", "fused"): 1}
+
+
+def fp8_module(units: int = 128, hidden: int = 256, block: Any = (128, 128), scheme: str = "dynamic", form: str = "float", **settings: Any) -> Any:  # fmt: skip
+    """transformers' FP8 experts, six of them, with random weights."""
+    config = SimpleNamespace(
+        num_experts=6, moe_intermediate_size=units, hidden_size=hidden, hidden_act="silu", **settings
+    )
+    config._experts_implementation = "eager"
+    module = finegrained_fp8.FP8Experts(config, block, scheme, form)
+    for seed, name in enumerate(("gate_up_proj", "down_proj")):
+        weight, scales = (getattr(module, name + end).data for end in ("", "_scale_inv"))
+        weight.copy_(random(seed, *weight.shape, scale=60))
+        scales.copy_((1 + torch.rand(scales.shape, generator=torch.Generator().manual_seed(seed))) * 0.002)
+    return module
+
+
+def installed(module: Any) -> Any:
+    """As the experts of a model that stays quantised."""
+    model: Any = torch.nn.Sequential(module)
+    model.is_quantized = True
+    for _ in range(2):
+        compute.install(model)
+    return module
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, {"swiglu_limit": 0.4}, {"swiglu_limit": 1.5, "swiglu_alpha": 1.7}])
+def test_experts_of_a_model_that_stays_fp8(settings: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go through the kernel, with transformers' own dequantised numbers; what it does not take, through their own function."""
+    module = installed(fp8_module(**settings))
+    restore = finegrained_fp8.Fp8Dequantize(None)._dequantize_one
+    parts = (("gate_up_proj", "gate_up_proj_scale_inv"), ("down_proj", "down_proj_scale_inv"))
+    matrices = [restore(*(getattr(module, name) for name in names), FP32) for names in parts]
+    hidden, index, weight = random(2, 3, 256, dtype=BF16), routing(3, 3, 6, 2), random(4, 3, 2).abs()
+    slots = torch.zeros(3, 256)
+    for t, k in torch.cartesian_prod(torch.arange(3), torch.arange(2)).tolist():
+        up, down = (m[index[t, k]] for m in matrices)
+        slots[t] += weight[t, k] * (down @ module._apply_gate(up @ hidden[t].float()))
+    monkeypatch.setattr(finegrained_fp8.FP8Experts, "forward", lambda self, hidden, *a: "its own")
+    monkeypatch.setattr(dispatch, "runs_triton", lambda t: True)
+    dispatch.CALLS.clear()
+    assert_near(module(hidden, index, weight), slots.to(BF16), UNITS)
+    assert dispatch.CALLS == {("expert_mlp", "fused"): 1}
+    many = random(2, 65, 256, dtype=BF16), routing(3, 65, 6, 2), random(4, 65, 2)
+    assert module(*many) == module(hidden.float(), index, weight) == "its own"
+    monkeypatch.setattr(dispatch, "runs_triton", lambda t: False)
+    assert module(hidden, index, weight) == "its own" and dispatch.CALLS == {("expert_mlp", "fused"): 1}
+
+
+@pytest.mark.parametrize("settings", [
+    {"units": 192}, {"block": None}, {"scheme": "static"}, {"form": "ue8m0"}, {"mlp_gate_softcap": 3.0, "mlp_up_softcap": 3.0},
+])  # fmt: skip
+def test_fp8_experts_of_other_kinds_stay_as_they_are(settings: dict[str, Any]) -> None:
+    """Blocks that reach from gates into ups, a scale per weight, scaled activations, scales of another type, another gate."""
+    assert type(installed(fp8_module(**settings))) is finegrained_fp8.FP8Experts

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,16 +22,32 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from ecospec_kernels import dispatch
+from ecospec_kernels.bitsets import unpack
 from ecospec_kernels.expert_mlp.reference import SWIGLU
 from ecospec_kernels.select_nodes.reference import ratio, throughput
 from ecospec_runtime import compute
+from ecospec_runtime.bundle import load_bundle
 from ecospec_runtime.config import GenerationConfig, PoolConfig
-from ecospec_runtime.device_step import BUCKETS, DevicePool, DeviceState, DeviceStep, GivenPool, ancestors, bucket, read
+from ecospec_runtime.device_predictor import DevicePredictor
+from ecospec_runtime.device_step import (
+    BUCKETS,
+    DevicePool,
+    DeviceState,
+    DeviceStep,
+    GivenPool,
+    ancestors,
+    bucket,
+    greedy,
+    read,
+)
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.eagle3_device import DeviceEagle3, Drafted
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import build_policy, parse_policy
+from ecospec_runtime.pool import Pool
+from ecospec_runtime.predictor import WEIGHTS_FILE, predicted_masks
+from ecospec_runtime.sampling import Draws, Sampler
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import tree_mask
 from tests.families import FAMILIES, PROMPT, greedy_text, save_family
@@ -113,6 +130,19 @@ def test_steps_give_the_engines_text(case: tuple[Target, list[int]]) -> None:
     for settings in ({}, {"budget": 9, "span": 32}, {"rule": costly, "budget": 3}, {"budget": 2}):
         assert assert_text(case, *given(case, **settings)) < COUNT - 3, settings
     assert assert_text(case, *given(case, budget=0)) == COUNT - 3
+
+
+def test_steps_draw_as_the_engine(case: tuple[Target, list[int]]) -> None:
+    """At a temperature, with drafts and plainly; another seed copied into the step's draws gives another text."""
+    target, text = case
+    draws, texts = Draws(0, 0.7, "cpu"), []
+    for seed in (4, 2**40):
+        config = GenerationConfig(max_new_tokens=COUNT, eos_token_id=(), temperature=0.7, seed=seed)
+        texts.append(text[:PROMPT] + [token.id for token in Engine(target).generate(text[:PROMPT], config)])
+        draws.seed.fill_(seed)
+        assert assert_text((target, texts[-1]), *given(case, choose=draws)) < COUNT - 3
+        assert assert_text((target, texts[-1]), *given(case, choose=draws, budget=0)) == COUNT - 3
+    assert texts[0] != texts[1] != text
 
 
 def test_one_token_prompts(case: tuple[Target, list[int]]) -> None:
@@ -255,13 +285,19 @@ def test_steps_through_the_kernels(case: tuple[Target, list[int]], monkeypatch: 
     assert {op for op, _ in dispatch.CALLS} == set(OPS) and {kind for _, kind in dispatch.CALLS} == {"fused"}
 
 
-def test_a_head_drafts_within_the_step(qwen: tuple[Target, list[int]], tiny_drafter_dir: Path) -> None:
-    """Trees are the host's at every step, whatever was accepted between; and they decode, recorded too."""
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_head_drafts_within_the_step(
+    qwen: tuple[Target, list[int]], tiny_drafter_dir: Path, temperature: float
+) -> None:
+    """Trees are the host's at every step, whatever was accepted between, noise of the draws included."""
     target, text = qwen
+    config = GenerationConfig(max_new_tokens=COUNT, eos_token_id=(), temperature=temperature, seed=4)
+    text = text[:PROMPT] + [token.id for token in Engine(target).generate(text[:PROMPT], config)]
+    draws = Draws(config.seed, temperature, "cpu") if temperature else None
     drafter: Any = load_drafter(str(tiny_drafter_dir), target, "float32")
     engine = Engine(target, drafter, policy=build_policy(parse_policy("confidence:budget=3")), pool=SHAPE)
-    step, pools = given(qwen)
-    head = DeviceEagle3(drafter, engine.prefilled(text[:PROMPT]), step.state, SHAPE)
+    step, pools = given((target, text), choose=draws or greedy)
+    head = DeviceEagle3(drafter, engine.prefilled(text[:PROMPT]), step.state, SHAPE, draws=draws)
     step.pools = SimpleNamespace(aux_layers=head.aux_layers, propose=pools.propose, extend=head.extend)
 
     def compare() -> Any:
@@ -269,23 +305,92 @@ def test_a_head_drafts_within_the_step(qwen: tuple[Target, list[int]], tiny_draf
         past = engine.prefilled(text[:length])
         sequence = drafter.start()
         drafter.extend(sequence, text[1:length], torch.cat(past.features))
-        host, device = drafter.expand(sequence, text[length - 1], SHAPE), head.grow(step.state.past)
-        for name in ("tokens", "parents", "state_rows"):
-            shift = 1 if name == "state_rows" else 0  # the host keeps the state before the root's
-            assert (getattr(device, name) + shift).tolist() == getattr(host, name).tolist(), name
-        torch.testing.assert_close(device.log_probs, torch.from_numpy(host.log_probs), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(device.states, torch.from_numpy(host.states[1:]), rtol=1e-4, atol=1e-4)
+        host = drafter.expand(sequence, text[length - 1], SHAPE, (), Sampler(config))
+        device = head.grow(step.state.past)
+        for name in ("tokens", "parents", "depths", "ranks", "state_rows"):
+            assert getattr(device, name).tolist() == getattr(host, name).tolist(), name
+        for name in ("log_probs", "states", "entropies"):
+            wanted = torch.from_numpy(getattr(host, name))
+            torch.testing.assert_close(getattr(device, name), wanted, rtol=1e-4, atol=1e-4)
 
     def stepped() -> Any:
         compare()
         return step()
 
-    assert assert_text(qwen, step, pools, stepped) < COUNT - 3
+    assert assert_text((target, text), step, pools, stepped) < COUNT - 3
     compare()
 
 
+def predictor_of(bundle: Path, target: Target, drafter: Any) -> DevicePredictor:
+    return DevicePredictor.load(bundle, load_bundle(bundle).manifest.predictor, target, drafter)
+
+
+def shown(masks: Tensor, experts: int) -> Tensor:
+    """Predicted sets [N, L, W] as bool [N, L, E]."""
+    return unpack(masks)[..., :experts]
+
+
+def test_predictions_are_the_hosts(qwen: tuple[Target, list[int]], tiny_drafter_dir: Path, tiny_bundle: Path) -> None:
+    """On the same pools, step by step: the sets of onnxruntime's logits, up to experts whose logits are as good as equal."""
+    target, text = qwen
+    drafter: Any = load_drafter(str(tiny_drafter_dir), target, "float32")
+    prompt = Engine(target, drafter, policy=build_policy(parse_policy("confidence:budget=3"))).prefilled(text[:PROMPT])
+    state, host = DeviceState(target, prompt, CAPACITY), load_bundle(tiny_bundle).predictor()
+    device = predictor_of(tiny_bundle, target, drafter)
+    device.shrinkage = host.manifest.shrinkage = 0.25
+    trees: list[tuple[Tensor, Drafted]] = []
+
+    def predict(root: Tensor, tree: Drafted) -> tuple[Tensor, Tensor]:
+        trees.append((root.clone(), tree))
+        return device(root, tree)
+
+    step = DeviceStep(target, state, DeviceEagle3(drafter, prompt, state, SHAPE, predict), ratio(1.0, 7), BUDGET)
+    for _ in range(4):
+        step()
+    root, odd = trees[0][0], Drafted(*(part.clone() for part in trees[0][1]))
+    odd.log_probs[1], odd.log_probs[2], odd.entropies[2] = -torch.inf, torch.nan, torch.inf
+    odd.states[odd.state_rows[-1]], odd.states[1, 1] = torch.nan, 1e6
+    for token, tree in [*trees, (root, odd)]:
+        fields = {name: getattr(tree, name).numpy() for name in Drafted._fields if name != "reach"}
+        pool = Pool(root_token=int(token), **fields)
+        logits = torch.from_numpy(host.predict(pool, target.embed_host).routing_logits)
+        expected = predicted_masks(logits.numpy(), target.top_k)
+        bits = torch.tensor([[mask >> bit & 1 for bit in range(7 * 12)] for mask in expected]).view(-1, 7, 12).bool()
+        nodes, own = device(token, tree)
+        found = shown(torch.cat((own[None], nodes)), 12)
+        assert found.sum(-1).eq(target.top_k).all()
+        edge = logits.topk(target.top_k).values[..., -1:]
+        differ = found != bits
+        assert not (differ & ~((logits - edge).abs() < 1e-5)).any()
+        assert differ.sum() <= 4 and len(bits.flatten(1).unique(dim=0)) > len(tree.tokens) // 2
+    assert logits.isfinite().all(-1).logical_not().any(), "an unknown node was among them"
+
+
+def test_foreign_predictors_are_refused(qwen: tuple[Target, list[int]], tiny_drafter_dir: Path, tiny_bundle: Path, tmp_path: Path) -> None:  # fmt: skip
+    target = qwen[0]
+    drafter: Any = load_drafter(str(tiny_drafter_dir), target, "float32")
+    manifest = load_bundle(tiny_bundle).manifest.predictor
+    for message, width, fingerprint in (
+        ("made for hidden=32 state=32", 33, drafter.fingerprint), ("are of different drafters", 32, "other"),
+    ):  # fmt: skip
+        other: Any = SimpleNamespace(fingerprint=fingerprint, width=width)
+        with pytest.raises(UserError, match=message):
+            DevicePredictor.load(tmp_path, manifest, target, other)
+    weights = load_file(tiny_bundle / WEIGHTS_FILE)
+    for damage in (
+        None,
+        b"",
+        save({"middle.bias": weights["middle.bias"]}),
+        save(weights | {"routing.bias": torch.zeros(5)}),
+    ):
+        if damage is not None:
+            (tmp_path / WEIGHTS_FILE).write_bytes(damage)
+        with pytest.raises(UserError, match="not the weights of a predictor"):
+            DevicePredictor.load(tmp_path, manifest, target, drafter)
+
+
 def test_draft_and_step_are_recorded_together(
-    qwen: tuple[Target, list[int]], tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
+    qwen: tuple[Target, list[int]], tiny_drafter_dir: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One recording of draft, predict, select, verify and commit decodes the whole text."""
     target, text = qwen
@@ -293,12 +398,7 @@ def test_draft_and_step_are_recorded_together(
     drafter: Any = load_drafter(str(tiny_drafter_dir), target, "float32")
     prompt = Engine(target, drafter, policy=build_policy(parse_policy("confidence:budget=3"))).prefilled(text[:PROMPT])
     state = DeviceState(target, prompt, CAPACITY)
-
-    def predict(root: Tensor, tree: Drafted) -> tuple[Tensor, Tensor]:
-        words = torch.bitwise_left_shift(1, tree.tokens % 12).int()[:, None, None].expand(-1, 7, 1).contiguous()
-        return words, words[0]
-
-    head = DeviceEagle3(drafter, prompt, state, SHAPE, predict)
+    head = DeviceEagle3(drafter, prompt, state, SHAPE, predictor_of(tiny_bundle, target, drafter))
     step = DeviceStep(target, state, head, ratio(1.0, 7), BUDGET)
     graph, arguments = traced(step, head.keys, head.values)
     assert_static(graph)

@@ -18,7 +18,7 @@ import torch
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.engine import PREFILL_CHUNK, Engine
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.gate import DraftGate, Outlook
+from ecospec_runtime.gate import Outlook, Resting
 from ecospec_runtime.policies import build_policy, parse_policy
 from ecospec_runtime.policies.base import Policy
 from ecospec_runtime.pool import Candidates, Pool
@@ -290,15 +290,21 @@ def test_paused_drafter_catches_up(
     target: Target, prompts: list[list[int]], texts: list[list[int]], drafters: Any
 ) -> None:
     """While drafting does not pay it rests; the stub checks that no row is lost when it is tried again."""
+
+    class Rests(Resting):
+        depth = None
+
+        def verified(self, accepted: int) -> None:
+            self.wait = 12
+
     policy = FixedPolicy(lambda pool: [])
-    policy.gate, policy.outlook = lambda depth: DraftGate(4, credit=0.0), lambda *_: Outlook(0.0, 0.1)  # type: ignore[attr-defined]
+    policy.gate, policy.outlook = lambda depth: Rests(), lambda *_: Outlook(0.0, 0.1)  # type: ignore[attr-defined]
     drafter = drafters("oracle", texts)
     stream = engine_for(target, drafter, policy).generate(
         prompts[0], GenerationConfig(max_new_tokens=30, eos_token_id=())
     )
     assert [token.id for token in stream] == texts[0][12:42]
-    # A draft that loses 0.1 tokens is repaid by 12 plain steps: drafts at steps 0, 13 and 26.
-    assert drafter.expansions == stream.statistics.drafts == 3
+    assert drafter.expansions == stream.statistics.drafts == 3, "at steps 0, 13 and 26"
 
 
 def test_statistics(target: Target, prompts: list[list[int]], texts: list[list[int]], drafters: Any) -> None:

@@ -43,7 +43,7 @@ def invalid(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature: T
     )
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The int64 of the same 64 bits."""
     return word - (1 << 64) if word >> 63 else word
 
@@ -54,17 +54,16 @@ def _shifted(x: Tensor, places: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = x + _signed(STEP)
+    x = x + signed(STEP)
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
-        x = (x ^ _shifted(x, shift)) * _signed(factor)
+        x = (x ^ _shifted(x, shift)) * signed(factor)
     return x ^ _shifted(x, SHIFTS[-1])
 
 
-def noise_bits(positions_R: Tensor, seed: Tensor, count: int) -> Tensor:
-    """23 bits of each token 0 to `count` - 1 at each position, int64 `[R, count]`."""
+def noise_bits(positions_R: Tensor, seed: Tensor, ids_V: Tensor) -> Tensor:
+    """23 bits of each token of `ids` at each position, int64 `[R, V]`."""
     start_R = _mix(_mix(seed) + positions_R)
-    steps = torch.arange(count, device=seed.device) * _signed(STEP)
-    return _shifted(_mix(start_R[:, None] + steps), 64 - BITS)
+    return _shifted(_mix(start_R[:, None] + ids_V * signed(STEP)), 64 - BITS)
 
 
 def gumbels(bits: Tensor) -> Tensor:
@@ -80,5 +79,5 @@ def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature:
     and NaN as in `argmax_rows`.
     """
     refuse("draw_rows", invalid(logits_RV, positions_R, seed, temperature))
-    noise_RV = gumbels(noise_bits(positions_R, seed, logits_RV.size(1)))
+    noise_RV = gumbels(noise_bits(positions_R, seed, torch.arange(logits_RV.size(1), device=seed.device)))
     return argmax.argmax_rows(logits_RV.float() + temperature * noise_RV)

@@ -180,7 +180,7 @@ def expert_mlp(
 
 def _products(n: int, dtype: torch.dtype, kind: str, transposed: bool, backend: str) -> list[Configuration]:
     """Both products of one form; transposed or MXFP4 ones as GPT-OSS has them, interleaved and biased."""
-    name, (tile, *options), gpt_oss = TYPES[dtype], form(n, dtype, backend, kind), transposed or kind == MXFP4
+    name, (tile, warps, stages), gpt_oss = TYPES[dtype], form(n, dtype, backend, kind), transposed or kind == MXFP4
     constants = {"w_row" if transposed else "w_depth": 1, "SPLIT": dtype.itemsize == 2, "BIAS": gpt_oss, "FORMAT": kind}
     constants |= {"BLOCK_ROWS": 128 if kind == FP8 else 1, "BLOCK": 128 if kind == FP8 else GROUP, **tile._asdict()}
     types = {"order": "*i32", "slots": "*i32", "inner": f"*{name}", "bias": f"*{name}", "slot_count": "i32"}
@@ -196,8 +196,8 @@ def _products(n: int, dtype: torch.dtype, kind: str, transposed: bool, backend: 
     interleaved = constants | {"INTERLEAVED": gpt_oss}
     out = types | {"weight": f"*{name}", "y": "*fp32"}
     return [
-        Configuration(f"expert_mlp.gate_up {label}", kernels.gate_up, up, interleaved, *options),
-        Configuration(f"expert_mlp.down {label}", kernels.down, out, constants, *options),
+        Configuration(f"expert_mlp.gate_up {label}", kernels.gate_up, up, interleaved, warps, stages),
+        Configuration(f"expert_mlp.down {label}", kernels.down, out, constants, warps, stages),
     ]
 
 

@@ -23,6 +23,13 @@ GROUP = 32  # MXFP4 numbers that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are their negatives
 
 
+def exponents(codes: Tensor) -> Tensor:
+    """2**(code - 127) in float32 for E8M0 codes (uint8), NaN for 255."""
+    bits = codes.int()
+    values = torch.where(bits == 0, 1 << 22, bits << 23)  # 2**-127 is subnormal
+    return values.view(torch.float32).masked_fill(bits == 255, math.nan)
+
+
 class Fp8(NamedTuple):
     """A matrix [R, C] of each expert as DeepSeek stores it: number * scale of its block.
 
@@ -80,10 +87,7 @@ class Mxfp4(NamedTuple):
         """Expert e's matrix [R, C] in fp32."""
         numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=self.values.device)
         codes = torch.stack([self.values[e] & 15, self.values[e] >> 4], dim=-1).flatten(-2)  # [R, G, 32]
-        exponents = self.scales[e].int() - 127
-        scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents).float()
-        scales = scales.masked_fill(exponents == 128, math.nan)
-        return (numbers[codes.int()] * scales[..., None]).flatten(1)
+        return (numbers[codes.int()] * exponents(self.scales[e])[..., None]).flatten(1)
 
 
 Matrix = Tensor | Fp8 | Mxfp4
