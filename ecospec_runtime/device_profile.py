@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ecospec_runtime.errors import UserError
+
 Milliseconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
@@ -38,7 +40,9 @@ class DeviceProfile(BaseModel):
     fixed_ms: Milliseconds
     per_token_ms: Milliseconds
     per_expert_ms: Milliseconds
-    layer_costs: tuple[Milliseconds, ...] = ()  # of an expert of each MoE layer, relative to their mean; empty: alike
+    layer_costs: tuple[
+        Annotated[float, Field(ge=0.0, le=1e6)], ...
+    ] = ()  # of an expert of each MoE layer, relative to their mean; empty: alike
     per_context_ms: Milliseconds = 0.0  # per cached token
     draft_level_ms: Milliseconds = 0.0  # each further level of the drafter
     draft_node_ms: Milliseconds = 0.0  # each node that is expanded there
@@ -57,6 +61,14 @@ class DeviceProfile(BaseModel):
         if not self.layer_costs:
             return union.bit_count()
         return sum(cost * (union & layers).bit_count() for cost, layers in cost_groups(self.layer_costs, experts))
+
+    def check_layers(self, layers: int) -> None:
+        """UserError if experts were timed for another number of MoE layers."""
+        if self.layer_costs and len(self.layer_costs) != layers:
+            raise UserError(
+                f"device profile {self.slug}: layer_costs of {len(self.layer_costs)} MoE layers, the target has {layers}; profile "
+                "this target"
+            )
 
     def pass_ms(self, nodes: int, reads: float, context: int = 0) -> float:
         """Predicted time of a pass over `nodes` tokens (root included) that reads so many experts, see `reads`."""

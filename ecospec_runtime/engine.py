@@ -130,6 +130,8 @@ class Engine:
             raise UserError(
                 f"policy '{policy.name}' needs a device profile; run `ecospec-train profile` on this machine"
             )
+        if profile is not None:
+            profile.check_layers(target.moe_layers)
         self._pausing = policy if isinstance(policy, Pausing) else None
         self._predicts = policy.needs_routing or self.scorer.kind == "head"
         self._aux = drafter.aux_layers if drafter is not None and policy.drafts else ()

@@ -150,6 +150,7 @@ def prepare(config: TuneConfig) -> Study:
     profile = load_profile(config.profile)
     predictors = load_predictors(config.predictor)
     traces = Traces(config.traces)
+    profile.check_layers(traces.manifest.target.moe_layers)
     for folder, predictor in zip(config.predictor, predictors.values(), strict=True):
         same_drafter(profile.drafter, f"profile {config.profile}", predictor.manifest, folder)
         check_lineage(traces, predictor)

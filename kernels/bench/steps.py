@@ -117,7 +117,7 @@ def _select(model: str, nodes: int, layers: int, experts: int, top_k: int, budge
 def check_draw(result: Tensor, expected: Tensor, inputs: Inputs) -> None:
     """The token whose sum is largest, or one as large up to what logs of other libraries change."""
     logits, positions, seed, temperature = inputs
-    noise = draws.gumbels(draws.noise_bits(positions, seed, logits.size(1)))
+    noise = draws.gumbels(draws.noise_bits(positions, seed, torch.arange(logits.size(1), device=logits.device)))
     sums = logits.float() + temperature * noise
     error = 2 * (temperature * draws.noise_error(noise) + sums.abs() * ROUNDING[FP32]).max(1).values
     lost = sums.max(1).values - sums.gather(1, result[:, None])[:, 0]

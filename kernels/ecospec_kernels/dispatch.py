@@ -49,7 +49,7 @@ def has_triton() -> bool:
 @cache
 def interprets() -> bool:
     """Whether Triton kernels run on CPU tensors here: asked for, and interpreted."""
-    return OVERRIDE == "fused" and os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return OVERRIDE == "fused" and has_triton() and bool(import_module("triton").knobs.runtime.interpret)
 
 
 def runs_triton(t: Tensor) -> bool:

@@ -95,3 +95,15 @@ def test_bad_arguments_are_refused_before_a_launch() -> None:
                 op.commit_path(*arguments)
     with pytest.raises(ValueError, match="more than 128 rows"):
         fused.commit_path(keys, keys, torch.zeros(129, dtype=torch.int32), one, one)
+
+
+@pytest.mark.parametrize(("past", "rows"), [(3, [1, 3]), (20, [1]), (-4, [1]), (2, [-6, 1]), (6, [0, 3])])
+def test_rows_beyond_the_buffer_are_left_alone(past: int, rows: list[int]) -> None:
+    """Whatever the arguments say, nothing outside a head's own rows is read or written."""
+    whole = torch.arange(3.0 * 8 * 2).view(3, 8, 2)
+    before, cache = whole.clone(), whole[1:2]
+    path = torch.tensor(rows, dtype=torch.int32), torch.tensor([len(rows)], dtype=torch.int32), torch.tensor([past])
+    fused.commit_path(cache, cache.clone(), *path)
+    assert torch.equal(whole[0], before[0])
+    assert torch.equal(whole[2], before[2])
+    assert set(whole[1].flatten().tolist()) <= set(before[1].flatten().tolist())

@@ -19,10 +19,11 @@ from ecospec_kernels.expert_predictor import fused as expert_predictor
 from ecospec_kernels.launch import BACKEND, TYPES, Configuration
 from ecospec_kernels.select_nodes import fused as select_nodes
 from ecospec_kernels.select_nodes import reference
+from ecospec_kernels.tree_attention import fused as tree_attention
 from ecospec_kernels.verify_tree import fused as verify_tree
 
 NAMES = {f"*{name}": dtype for dtype, name in TYPES.items()}
-NAMES |= {"*i32": torch.int32, "*i64": torch.int64, "*fp64": torch.float64}
+NAMES |= {"*u8": torch.uint8, "*i32": torch.int32, "*i64": torch.int64, "*fp64": torch.float64}
 Launch = tuple[Any, dict[str, Any]]
 
 
@@ -41,12 +42,16 @@ def launches(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *names: str) -
 
 
 def is_compiled(launch: Launch, forms: list[Configuration]) -> bool:
-    """Whether one of the forms is this launch."""
+    """Whether one of the forms is this launch. A pointer that the constants leave unused may be None."""
     kernel, given = launch
     return any(
         form.kernel is kernel
         and all(given[name] == value for name, value in form.constants.items())
-        and all(given[name].dtype is NAMES[kind] for name, kind in form.types.items() if kind in NAMES)
+        and all(
+            given[name] is None or given[name].dtype is NAMES[kind]
+            for name, kind in form.types.items()
+            if kind in NAMES
+        )
         and given.get("num_warps", 4) == form.num_warps
         and given.get("num_stages", form.num_stages) == form.num_stages
         and given.get("enable_fp_fusion", True) == form.fp_fusion
@@ -90,6 +95,15 @@ def draws() -> Iterator[Any]:
     return ((*logits, zeros(1), zeros(1), zeros(1, dtype=torch.float32)) for logits in rows())
 
 
+def attentions() -> Iterator[Any]:
+    for dtype, (width, value_width) in product(TYPES, tree_attention.WIDTHS):
+        for n, kind, sinks in product((1, 17, 33, 64), (None, torch.bool, dtype), (False, True)):
+            q, k = zeros(2, n, width, dtype=dtype), zeros(2, 300, width, dtype=dtype)
+            mask = None if kind is None else zeros(n, 300, dtype=kind)
+            for v in (zeros(2, 300, value_width, dtype=dtype), k[..., :value_width]):
+                yield q, k, v, mask, 1.0, zeros(2, dtype=dtype) if sinks else None
+
+
 def predictions() -> Iterator[Any]:
     for output in ("masks", "probabilities", "logits"):
         for experts in (1, 32, 33, 100, 160, 256, 384, 512):
@@ -103,6 +117,7 @@ def predictions() -> Iterator[Any]:
     (commit_path, "commit_path", ["commit_kernel"], commits),
     (argmax_rows, "argmax_rows", ["argmax_kernel", "combine_kernel"], rows),
     (draw_rows, "draw_rows", ["draw_kernel"], draws),
+    (tree_attention, "tree_attention", ["attend", "combine"], attentions),
     (expert_predictor, "expert_predictor", ["predict_kernel"], predictions),
 ])  # fmt: skip
 def test_every_launch_is_among_the_compiled_forms(
@@ -110,7 +125,7 @@ def test_every_launch_is_among_the_compiled_forms(
 ) -> None:  # fmt: skip
     """And every form is launched by one of the calls, so that none is compiled for nothing."""
     forms = module.configurations(BACKEND)
-    seen = launches(monkeypatch, module, *kernels)
+    seen = launches(monkeypatch, getattr(module, "kernels", module), *kernels)
     if module is draw_rows:
         launches(monkeypatch, argmax_rows, "combine_kernel")
     for arguments in calls():

@@ -43,7 +43,7 @@ def assert_close(arguments: Any) -> Tensor:
     """
     result, expected = fused.tree_attention(*arguments), reference.tree_attention(*arguments)
     assert result.shape == expected.shape and result.dtype == expected.dtype
-    unit = {BF16: 2**-9, FP16: 2**-12, FP32: 0.0}[result.dtype]
+    unit = {BF16: 2**-8, FP16: 2**-11, FP32: 0.0}[result.dtype]
     most = float(arguments[2].abs().max())
     torch.testing.assert_close(result.float(), expected.float(), rtol=2 * unit, atol=(unit + 1e-5) * most)
     return result
@@ -60,11 +60,11 @@ def test_against_the_reference(n: int, keys: int, heads: int, groups: int, width
     assert not torch.allclose(assert_close(plain), with_sinks, rtol=0.01)
 
 
-@pytest.mark.parametrize("kind", ["none", "bf16", "fp32", "lowest"])
+@pytest.mark.parametrize("kind", ["none", "bf16", "lowest"])
 def test_masks(kind: str) -> None:
     *before, mask, scale, _ = case(3, 77, 4, 2, 64, 64, BF16)
     additive = random(6, *mask.shape).masked_fill(~mask, torch.finfo(BF16).min if kind == "lowest" else -torch.inf)
-    assert_close([*before, None if kind == "none" else additive.to(FP32 if kind == "fp32" else BF16), scale])
+    assert_close([*before, None if kind == "none" else additive.to(BF16), scale])
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -114,6 +114,8 @@ def test_chunks_cover_every_key_once() -> None:
     (2, lambda t: t[0], "are wanted"),
     (3, lambda t: t[:, :-1], "with dense rows"),
     (3, lambda t: t.long(), "mask is torch.int64"),
+    (3, lambda t: t.to(BF16), "neither bool nor q's"),
+    (0, lambda t: t[:0], "do not fit each other"),
     (3, lambda t: t.to("meta"), "mask is on meta, the first argument on cpu"),
     (5, lambda t: t[:-1], "sinks"),
 ])  # fmt: skip

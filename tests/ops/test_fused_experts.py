@@ -156,3 +156,9 @@ def test_a_wrong_kernel_is_found(name: str, change: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(fused.kernels, name, Wrong())
     with pytest.raises(AssertionError):
         assert_near(fused.expert_mlp(*arguments), reference.expert_mlp(*arguments))
+
+
+def test_weights_on_another_device_are_refused_by_the_reference_too() -> None:
+    hidden, index, weight = torch.ones(2, 16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    with pytest.raises(ValueError, match="tensors lie on cpu, meta"):
+        reference.expert_mlp(hidden, index, weight, torch.ones(2, 32, 16, device="meta"), torch.ones(2, 16, 16))

@@ -195,3 +195,14 @@ def test_bad_arguments_are_refused_before_a_launch() -> None:
     wide = torch.zeros(4, 1, 9, dtype=torch.int64)
     with pytest.raises(ValueError, match="more than 16 int32 words a layer"):
         fused.select_nodes(reach, parents, wide, wide[0], rule, 2)
+
+
+@pytest.mark.parametrize("parent", [3, 16, 2**32, 2**32 - 1, -(2**32)])
+def test_a_node_whose_parent_is_no_node_is_padding(parent: int) -> None:
+    """Also a parent that the kernel's own padding has, or one that 32 bits would make another."""
+    masks = torch.zeros(3, 1, 1, dtype=torch.int32)
+    pool = torch.tensor([0.9, 0.8, 0.7]), torch.tensor([-1, parent, 0]), masks, masks[0]
+    for op in (fused, reference):
+        found = op.select_nodes(*pool, reference.ratio(1.0, 1), 3)
+        assert found.nodes.tolist() == [0, 2, -1], op.__name__
+        assert found.parent_rows.tolist() == [0, 1, -1]

@@ -158,3 +158,11 @@ def test_dispatch_knows_the_ops_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
         assert length.tolist() == [4] and accepted.tokens.tolist() == [1, 2, 0]
         ops = ("select_nodes", "argmax_rows", "verify_tree", "commit_path")
         assert {(op, implementation): 1 for op in ops} == dispatch.CALLS
+
+
+@pytest.mark.parametrize("parent", [2**32, -(2**32), 2**32 - 1, 2**63 - 1])
+def test_parents_beyond_32_bits_are_no_others(parent: int) -> None:
+    given = torch.tensor([5, 6, 7]), torch.tensor([5, 6]), torch.tensor([parent, 0])
+    found, expected = fused.verify_tree(*given), reference.verify_tree(*given)
+    assert found.rows.tolist() == expected.rows.tolist() == [0, -1, -1]
+    assert found.number.tolist() == [1]

@@ -236,3 +236,23 @@ def test_mistakes_are_named(text: str, named: str) -> None:
 
 def parse_and_select(text: str, candidates: Candidates, profile: DeviceProfile | None = None) -> list[int]:
     return build_policy(parse_policy(text)).select(candidates, profile or make_profile(), 0)
+
+
+def test_costs_of_another_targets_layers_are_refused() -> None:
+    profile = make_profile().model_copy(update={"layer_costs": (0.5, 1.5)})
+    profile.check_layers(2)
+    make_profile().check_layers(7)
+    with pytest.raises(UserError, match="layer_costs of 2 MoE layers, the target has 3"):
+        profile.check_layers(3)
+
+
+def test_a_dear_layers_expert_is_worth_less() -> None:
+    """Two nodes alike but for the layer that their expert lies in."""
+    candidates = make_candidates([-1, -1], [0.5, 0.5], [0b0001, 0b0001 << 8], 0, 2, 8)
+    profile = make_profile(expert_ms=0.3, token_ms=0.0)
+    for costs, chosen in (((), [0, 1]), ((0.5, 1.5), [0]), ((1.5, 0.5), [1])):
+        unlike = profile.model_copy(update={"layer_costs": costs})
+        policy = PolicySpec(name="throughput", parameters={"price": 1.2})
+        assert build_policy(policy).select(candidates, unlike, 0) == chosen
+        ratio = build_policy(PolicySpec(name="ratio", parameters={"budget": 1})).select(candidates, unlike, 0)
+        assert ratio == (chosen or [0])[:1]

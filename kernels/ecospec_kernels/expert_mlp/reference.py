@@ -160,6 +160,10 @@ def expert_mlp(
     matrix whose parts do not fit each other.
     """
     refuse("expert_mlp", first(*(m.invalid() for m in (gate_up, down) if not isinstance(m, Tensor))))
+    parts = [m if isinstance(m, Tensor) else m.values for m in (gate_up, down)]
+    given = (hidden_ND, index_NK, weight_NK, *parts, gate_up_bias, down_bias)
+    devices = {str(t.device) for t in given if t is not None}
+    refuse("expert_mlp", f"tensors lie on {', '.join(sorted(devices))}" if len(devices) > 1 else None)
     experts = gate_up.shape[0]
     if index_NK.numel() and not 0 <= int(index_NK.min()) <= int(index_NK.max()) <= experts:
         raise IndexError(f"expert id outside [0, {experts}]")

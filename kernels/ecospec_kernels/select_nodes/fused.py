@@ -77,7 +77,8 @@ def select_kernel(  # type: ignore[no-untyped-def]
     rows = masks + node.to(tl.int64) * all_words
     held_n, over_n = _reads(rows, node < 0, covered, layers, words, limit, N, LB, W, LIMITED)
     paid = tl.max(held_n, 0).to(tl.float64) + penalty * tl.max(over_n, 0).to(tl.float64)
-    parent = tl.load(parents + node, mask=node < n, other=-2).to(tl.int32)
+    parent = tl.load(parents + node, mask=node < n, other=-2)
+    parent = tl.where((parent < -1) | (parent >= n), -2, parent).to(tl.int32)
     value = tl.load(reach + node, mask=node < n, other=0.0).to(tl.float64)
     value = tl.minimum(tl.where((value >= 0) & (value < float("inf")), value, 0.0), 1.0)
     is_open, chosen = parent == -1, parent < -9

@@ -5,7 +5,7 @@ as 0, and none exceeds its parent's or 1. With reads(U) = |U| + penalty * sum ov
 U the experts that root and set need, new(v) = reads(U | experts of v) - reads(U). Equal scores: the lower index.
 
 - `ratio` adds the open node of largest V / (new + base), until `budget` nodes are in the set. Same choice as
-  `ecospec_runtime/policies/ratio.py`, with base = its epsilon * layers.
+  `ecospec_runtime/policies/ratio.py`, with base = its epsilon * layers, where all layers' experts cost the same.
 - `throughput` adds the open node of largest gain V - base - expert_cost * new, base and expert_cost being the price of
   time (tokens per ms) times a token's and an expert's ms, while the gain is above 0. The set is then kept if its gains
   sum to more than `saving`, the price times what a plain step saves (`DeviceProfile.plain_saving_ms`), else empty.
@@ -93,11 +93,12 @@ def _reads(members: Tensor, capacity: Tensor, penalty: Tensor) -> Tensor:
 def select_nodes(
     reach_n: Tensor, parents_n: Tensor, masks_nLW: Tensor, root_LW: Tensor, rule: Rule, budget: int
 ) -> Selection:  # fmt: skip
-    """Choose up to `budget` nodes. `reach` float32; `parents`: a lower index, -1 for the root, less for a row of padding.
+    """Choose up to `budget` nodes. `reach` float32; `parents`: a lower index, -1 for the root, outside -1..n-1 for padding.
 
     `masks` and `root`: predicted experts, int32 or int64 words.
     """
     refuse("select_nodes", invalid(reach_n, parents_n, masks_nLW, root_LW, rule, budget))
+    parents_n = torch.where(parents_n < len(reach_n), parents_n, -2)
     base, expert_cost, saving, capacity, penalty = rule.parameters.unbind()
     value_n = torch.where((reach_n >= 0) & (reach_n < torch.inf), reach_n, 0.0).double().clamp(max=1.0)
     masks, covered = unpack(masks_nLW), unpack(root_LW)

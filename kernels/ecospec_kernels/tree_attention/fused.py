@@ -66,9 +66,13 @@ def unsupported(
     if q_HnD.dim() != 3 or k_GJD.dim() != 3 or v_GJD.dim() != 3:
         return "q [H, n, D], k [G, J, D] and v [G, J, D'] are wanted"
     (heads, n, width), (groups, keys, _) = q_HnD.shape, k_GJD.shape
-    if k_GJD.size(2) != width or v_GJD.shape[:2] != k_GJD.shape[:2] or groups == 0 or heads % groups:
+    if k_GJD.size(2) != width or v_GJD.shape[:2] != k_GJD.shape[:2] or groups == 0 or heads == 0 or heads % groups:
         return f"q {list(q_HnD.shape)}, k {list(k_GJD.shape)} and v {list(v_GJD.shape)} do not fit each other"
-    if not (0 < n <= MAX_ROWS and 0 < keys < 1 << 31 and 0 < max(width, v_GJD.size(2)) <= MAX_WIDTH):
+    if not (
+        0 < n <= MAX_ROWS
+        and 0 < keys < 1 << 31
+        and 0 < min(width, v_GJD.size(2)) <= max(width, v_GJD.size(2)) <= MAX_WIDTH
+    ):
         return f"1 to {MAX_ROWS} rows and heads of {MAX_WIDTH} are taken, not {n} and {width} with {keys} keys"
     if not (q_HnD.dtype is k_GJD.dtype is v_GJD.dtype) or q_HnD.dtype not in TYPES:
         return f"q {q_HnD.dtype}, k {k_GJD.dtype}, v {v_GJD.dtype} are not one of bf16, fp16, fp32"
@@ -77,10 +81,12 @@ def unsupported(
     if mask_nJ is not None:
         if mask_nJ.shape != (n, keys) or mask_nJ.stride(1) != 1:
             return f"mask {list(mask_nJ.shape)} is not a [{n}, {keys}] with dense rows"
-        if mask_nJ.dtype is not torch.bool and mask_nJ.dtype not in TYPES:
-            return f"mask is {mask_nJ.dtype}, neither bool nor bf16, fp16 or fp32"
-    if sinks_H is not None and (sinks_H.shape != (heads,) or not sinks_H.is_contiguous() or sinks_H.dtype not in TYPES):
-        return f"sinks {list(sinks_H.shape)} of {sinks_H.dtype} are not a dense [{heads}]"
+        if mask_nJ.dtype not in (torch.bool, q_HnD.dtype):
+            return f"mask is {mask_nJ.dtype}, neither bool nor q's {q_HnD.dtype}"
+    if sinks_H is not None and (
+        sinks_H.shape != (heads,) or not sinks_H.is_contiguous() or sinks_H.dtype is not q_HnD.dtype
+    ):
+        return f"sinks {list(sinks_H.shape)} of {sinks_H.dtype} are not a dense [{heads}] of q's {q_HnD.dtype}"
     return elsewhere(q_HnD, k=k_GJD, v=v_GJD, mask=mask_nJ, sinks=sinks_H)
 
 
@@ -98,7 +104,11 @@ def tree_attention(
     part = torch.empty((count, heads * n, value_width), dtype=torch.float32, device=q_HnD.device)
     top = torch.empty((2, count, heads * n), dtype=torch.float32, device=q_HnD.device)
     out = torch.empty((n, heads, value_width), dtype=q_HnD.dtype, device=q_HnD.device)
-    same = v_GJD.data_ptr() == k_GJD.data_ptr() and v_GJD.stride() == k_GJD.stride() and value_width == tile.A == tile.V
+    same = (
+        v_GJD.data_ptr() == k_GJD.data_ptr()
+        and v_GJD.stride() == k_GJD.stride()
+        and width > value_width == tile.A == tile.V
+    )
     mask, mask_row, kind = mask_nJ, 0, NO_MASK
     if mask_nJ is not None:
         kind, mask_row = ADDITIVE_MASK, mask_nJ.stride(0)
@@ -112,7 +122,7 @@ def tree_attention(
         )  # fmt: skip
         kernels.combine[(heads * n,)](
             part, top[0], top[1], sinks_H, out, count, heads * n, n, heads, value_width,
-            SINKS=sinks_H is not None, S=power_of_two(count), V=tile.V,
+            SINKS=sinks_H is not None, S=MAX_SPLITS, V=tile.V,
         )  # fmt: skip
     return out
 
@@ -121,27 +131,24 @@ WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (5
 
 
 def configurations(backend: str) -> list[Configuration]:
-    """The compiled forms for the head widths of models in use, with a bool mask, and in bf16 with an additive one too."""
+    """Every form for the head widths of models in use; others are compiled where they are met."""
     found: dict[str, Configuration] = {}
-    integers = ("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "mask_row", "keys", "chunk", "width", "value_width")  # fmt: skip
-    for dtype, name in TYPES.items():
-        for width, value_width in WIDTHS:
-            types: dict[str, Any] = dict.fromkeys(integers, "i32") | dict.fromkeys(("part", "top", "total"), "*fp32")
-            types |= dict.fromkeys(("q", "k", "v"), f"*{name}") | {
-                "mask": "*u8",
-                "n": "i32",
-                "share": "i32",
-                "scale": "fp32",
-            }
-            for rows, kind in product((16, 32, 64), (BOOL_MASK, ADDITIVE_MASK) if name == "bf16" else (BOOL_MASK,)):
-                *tile, num_warps, num_stages = form(rows, width, value_width, dtype, backend)
-                constants = dict(zip("RJABV", tile, strict=True)) | {"MASK": kind, "SAME": width == 576}
-                label = f"tree_attention.attend {name} {width}/{value_width} rows={tile[0]}{' additive' * (kind - 1)}"
-                masked = types | {"mask": "*u8" if kind == BOOL_MASK else f"*{name}"}
-                found[label] = Configuration(label, kernels.attend, masked, constants, num_warps, num_stages)
-            types = dict.fromkeys(("part", "top", "total"), "*fp32") | {"out": f"*{name}", "sinks": f"*{name}"}
-            types |= dict.fromkeys(("splits", "rows", "n", "heads", "value_width"), "i32")
-            label = f"tree_attention.combine {name} {value_width}"
-            constants = {"SINKS": True, "S": MAX_SPLITS, "V": tile[4]}
+    integers = ("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "mask_row", "keys", "chunk", "width", "value_width", "n", "share")  # fmt: skip
+    masks = {NO_MASK: " no mask", BOOL_MASK: "", ADDITIVE_MASK: " additive"}
+    for (dtype, name), (width, value_width) in product(TYPES.items(), WIDTHS):
+        types: dict[str, Any] = dict.fromkeys(integers, "i32") | dict.fromkeys(("part", "top", "total"), "*fp32")
+        types |= dict.fromkeys(("q", "k", "v", "mask"), f"*{name}") | {"scale": "fp32"}
+        latent = (False, True) if width > value_width else (False,)
+        for rows, kind, same in product((16, 32, 64), masks, latent):
+            *tile, num_warps, num_stages = form(rows, width, value_width, dtype, backend)
+            constants = dict(zip("RJABV", tile, strict=True)) | {"MASK": kind, "SAME": same}
+            label = f"tree_attention.attend {name} {width}/{value_width} rows={tile[0]}{masks[kind]}{' latent' * same}"
+            masked = types | ({"mask": "*u8"} if kind == BOOL_MASK else {})
+            found[label] = Configuration(label, kernels.attend, masked, constants, num_warps, num_stages)
+        types = dict.fromkeys(("part", "top", "total"), "*fp32") | dict.fromkeys(("out", "sinks"), f"*{name}")
+        types |= dict.fromkeys(("splits", "rows", "n", "heads", "value_width"), "i32")
+        for sinks in (False, True):
+            label = f"tree_attention.combine {name} {value_width}{' sinks' * sinks}"
+            constants = {"SINKS": sinks, "S": MAX_SPLITS, "V": tile[4]}
             found[label] = Configuration(label, kernels.combine, types, constants)
     return list(found.values())

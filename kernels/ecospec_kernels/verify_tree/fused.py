@@ -22,8 +22,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     """N: a power of two above n."""
     node = tl.arange(0, N)
     token = tl.load(tokens + node, mask=node < n, other=-1)
-    parent = tl.load(parents + node, mask=node < n, other=-1).to(tl.int32)
-    parent = tl.where(parent > node, -1, parent)  # so that the walk ends
+    parent = tl.load(parents + node, mask=node < n, other=-1)
+    parent = tl.where((parent < 0) | (parent > node), -1, parent).to(tl.int32)  # in order, so that the walk ends
     row, length, last = 0, 0, tl.load(following)
     while row >= 0:
         last = tl.load(following + row)
