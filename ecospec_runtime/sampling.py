@@ -25,13 +25,12 @@ from ecospec_runtime.pool import Floats
 
 Row = NDArray[np.float64]
 KEPT = 16  # positions whose noise is remembered: those of a tree, which verification asks for again
-_STEP = 0x9E3779B97F4A7C15
 
 
 def gumbels(seed: int, position: int, count: int) -> Floats:
     """Standard Gumbel noise of tokens 0 to `count` - 1, `[count]`, from seed and position alone."""
     bits = noise_bits(seed, position, count)
-    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)  # in (0, 1), exact
+    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-reference.BITS)  # in (0, 1), exact
     return -np.log(-np.log(uniform))
 
 
@@ -41,20 +40,20 @@ def noise_bits(seed: int, position: int, count: int) -> NDArray[np.int32]:
     Source: SplitMix64 (Steele et al., 2014), started at a mix of seed and position, one step a token.
     """
     start = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(position))
-    return (_mix(start + _steps(count)) >> np.uint64(41)).astype(np.int32)
+    return (_mix(start + _steps(count)) >> np.uint64(64 - reference.BITS)).astype(np.int32)
 
 
 @lru_cache(maxsize=4)
 def _steps(count: int) -> NDArray[np.uint64]:
-    return np.arange(count, dtype=np.uint64) * np.uint64(_STEP)
+    return np.arange(count, dtype=np.uint64) * np.uint64(reference.STEP)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(_STEP)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+    x = x + np.uint64(reference.STEP)
+    for shift, factor in zip(reference.SHIFTS, reference.FACTORS, strict=False):
         x ^= x >> np.uint64(shift)
         x *= np.uint64(factor)
-    x ^= x >> np.uint64(31)
+    x ^= x >> np.uint64(reference.SHIFTS[-1])
     return x
 
 

@@ -10,8 +10,6 @@ worths of the nodes are rounded (and costs, where layers differ); all of them to
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
@@ -61,11 +59,11 @@ def needs(candidates: Candidates, layer_costs: tuple[float, ...]) -> dict[tuple[
     rows = [(mask & uncovered).to_bytes((bits + 7) // 8, "little") for mask in candidates.masks]
     table = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)
     needed_Bn = np.unpackbits(table, axis=1, bitorder="little").T
-    groups: Counter[tuple[int, ...]] = Counter()
+    groups: dict[tuple[int, ...], float] = {}
     for bit in np.flatnonzero(needed_Bn.any(axis=1)).tolist():
         nodes = tuple(np.flatnonzero(needed_Bn[bit]).tolist())
-        groups[nodes] += layer_costs[bit // candidates.experts] if layer_costs else 1  # type: ignore[assignment]
-    return dict(groups)
+        groups[nodes] = groups.get(nodes, 0.0) + (layer_costs[bit // candidates.experts] if layer_costs else 1.0)
+    return groups
 
 
 def maximum_closure(

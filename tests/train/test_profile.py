@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from ecospec_train.passes import (
     ExpertClock,
     expert_popularity,
     prefilled,
-    run_pass,
     spread_experts,
     text_tokens,
     union_of,
@@ -149,26 +147,28 @@ def test_forced_passes_read_what_they_shall(quick: ProfileConfig) -> None:
     assert len(design(quick.model_copy(update={"tp": 2}))) < len(design(quick)), "parts of a target are not forced"
 
 
-def test_a_layer_with_dearer_experts_is_found(quick: ProfileConfig) -> None:
-    """The last layer's experts wait for every expert they touch: its cost is many times the others'."""
-    target = Target.from_pretrained(quick.target)
-    drafter, text = load_drafter(quick.drafter, target), text_tokens(target, 200)
-    rows, cache = design(quick)[0].draw(text, np.random.default_rng(0)), prefilled(target, text[:8])
-    with ExpertClock(target) as clock:
-        run_pass(target, drafter, rows, cache)
-        assert len(clock.layers_ms()) == target.moe_layers
-    slow: Any = target.expert_modules[-1]
-    own = slow.forward
+def test_a_layer_with_dearer_experts_is_found(quick: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on 1 ms for every expert that a layer reads, 4 ms in the last one."""
+    target, seconds = Target.from_pretrained(quick.target), [0.0]
+    monkeypatch.setattr(ExpertClock, "now", lambda self: seconds[0])
 
-    def forward(hidden: torch.Tensor, index: torch.Tensor, *rest: Any) -> torch.Tensor:
-        time.sleep(2e-3 * len(index.unique()))
-        return own(hidden, index, *rest)  # type: ignore[no-any-return]
+    def clocked(module: Any, cost: float) -> None:
+        own = module.forward
 
-    slow.forward = forward
-    cells, _ = measure_passes(target, drafter, text, quick)
-    costs = costs_by_layer(target, cells)
-    assert len(costs) == target.moe_layers
-    assert costs[-1] > 3 * max(costs[:-1])
+        def forward(hidden: torch.Tensor, index: torch.Tensor, *rest: Any) -> torch.Tensor:
+            seconds[0] += cost * len(index.unique())
+            return own(hidden, index, *rest)  # type: ignore[no-any-return]
+
+        module.forward = forward
+
+    for module in target.expert_modules:
+        clocked(module, 4e-3 if module is target.expert_modules[-1] else 1e-3)
+    cells, plain = measure_passes(target, load_drafter(quick.drafter, target), text_tokens(target, 200), quick)
+    assert plain[0] == pytest.approx(1.0 * target.top_k * (target.moe_layers + 3))
+    assert all(len(layers) == target.moe_layers for cell in cells for layers in cell.layers_ms)
+    mean = (target.moe_layers + 3) / target.moe_layers
+    expected = [1 / mean] * (target.moe_layers - 1) + [4 / mean]
+    assert costs_by_layer(target, cells) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_plain_step_costs_what_was_measured(quick: ProfileConfig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -56,19 +58,24 @@ def unsupported(logits_RV: Tensor) -> str | None:
     )
 
 
-def argmax_rows(logits_RV: Tensor) -> Tensor:
-    """Same contract as the reference."""
-    refuse("argmax_rows", unsupported(logits_RV))
+def by_pieces(kernel: Any, logits_RV: Tensor, *inputs: Tensor, **options: Any) -> Tensor:
+    """Launch a kernel that leaves the largest key of each piece of a row, and take the largest of each row -> places [R] int64."""
     (rows, vocabulary), device = logits_RV.shape, logits_RV.device
     pieces = -(-vocabulary // PIECE)
     keys = torch.empty((rows, pieces), dtype=torch.int64, device=device)
     out = torch.empty(rows, dtype=torch.int64, device=device)
     with on_device(logits_RV):
-        argmax_kernel[(rows, pieces)](
-            logits_RV, keys, logits_RV.stride(0), vocabulary, pieces, BLOCK=BLOCK, PIECE=PIECE, num_warps=8
+        kernel[(rows, pieces)](
+            logits_RV, *inputs, keys, logits_RV.stride(0), vocabulary, pieces, BLOCK=BLOCK, PIECE=PIECE, num_warps=8, **options
         )  # fmt: skip
         combine_kernel[(rows,)](keys, out, pieces, P=MAX_PIECES, num_warps=1)
     return out
+
+
+def argmax_rows(logits_RV: Tensor) -> Tensor:
+    """Same contract as the reference."""
+    refuse("argmax_rows", unsupported(logits_RV))
+    return by_pieces(argmax_kernel, logits_RV)
 
 
 def configurations(backend: str) -> list[Configuration]:

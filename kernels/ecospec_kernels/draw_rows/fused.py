@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,7 +10,7 @@ from ecospec_kernels.argmax_rows import fused as argmax
 from ecospec_kernels.argmax_rows.fused import BLOCK, PIECE, _key
 from ecospec_kernels.checks import first, refuse
 from ecospec_kernels.draw_rows import reference
-from ecospec_kernels.launch import TYPES, Configuration, on_device
+from ecospec_kernels.launch import TYPES, Configuration
 
 STEP, (FACTOR, LAST_FACTOR) = tl.constexpr(reference.STEP), map(tl.constexpr, reference.FACTORS)
 SHIFT, SECOND_SHIFT, LAST_SHIFT = map(tl.constexpr, reference.SHIFTS)
@@ -60,17 +59,7 @@ def unsupported(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperatur
 def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature: Tensor) -> Tensor:
     """Same contract as the reference."""
     refuse("draw_rows", unsupported(logits_RV, positions_R, seed, temperature))
-    (rows, vocabulary), device = logits_RV.shape, logits_RV.device
-    pieces = -(-vocabulary // PIECE)
-    keys = torch.empty((rows, pieces), dtype=torch.int64, device=device)
-    out = torch.empty(rows, dtype=torch.int64, device=device)
-    with on_device(logits_RV):
-        draw_kernel[(rows, pieces)](
-            logits_RV, positions_R, seed, temperature, keys, logits_RV.stride(0), vocabulary, pieces,
-            BLOCK=BLOCK, PIECE=PIECE, num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
-        argmax.combine_kernel[(rows,)](keys, out, pieces, P=argmax.MAX_PIECES, num_warps=1)
-    return out
+    return argmax.by_pieces(draw_kernel, logits_RV, positions_R, seed, temperature, enable_fp_fusion=False)
 
 
 def configurations(backend: str) -> list[Configuration]:

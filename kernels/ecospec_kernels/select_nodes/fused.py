@@ -77,8 +77,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     rows = masks + node.to(tl.int64) * all_words
     held_n, over_n = _reads(rows, node < 0, covered, layers, words, limit, N, LB, W, LIMITED)
     paid = tl.max(held_n, 0).to(tl.float64) + penalty * tl.max(over_n, 0).to(tl.float64)
-    parent = tl.load(parents + node, mask=node < n, other=-2)
-    parent = tl.where((parent < -1) | (parent >= n), -2, parent).to(tl.int32)
+    parent = tl.load(parents + node, mask=node < n, other=-2).to(tl.int32)
     value = tl.load(reach + node, mask=node < n, other=0.0).to(tl.float64)
     value = tl.minimum(tl.where((value >= 0) & (value < float("inf")), value, 0.0), 1.0)
     is_open, chosen = parent == -1, parent < -9
@@ -143,6 +142,8 @@ def select_nodes(
     refuse("select_nodes", unsupported(reach_n, parents_n, masks_nLW, root_LW, rule, budget))
     masks, root = masks_nLW.view(torch.int32), root_LW.view(torch.int32)
     n, layers, words = masks.shape
+    # Here and not in the kernel: there it costs registers that ptxas then spills. A launch more, of fixed shape.
+    parents_n = torch.where((parents_n < n) & (parents_n >= -1), parents_n, -2)
     covered, nodes, parent_rows, count = (
         torch.empty(size, dtype=torch.int32, device=reach_n.device) for size in (layers * words, budget, budget, 1)
     )
