@@ -1,4 +1,4 @@
-"""Measure policies against each other: interleaved prompt by prompt in one process, in rotating order.
+"""Measure policies against each other: all decode a prompt by turns of a few tokens, in one process, in rotating order.
 
 Speed is decode tokens over decode seconds, prefill left out. A prompt's seconds are the median of its repeats; a policy's
 `tokens_per_second` is the sum of its tokens over the sum of those seconds, its spread the quartiles over prompts.
@@ -6,8 +6,9 @@ Speed is decode tokens over decode seconds, prefill left out. A prompt's seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from ecospec_runtime.policies import PolicySpec
 
 METHOD = (
-    "decode tokens / decode seconds, prefill excluded; per prompt the median of the repeats; policies interleaved prompt by "
-    "prompt in one process in rotating order after a warm-up; tokens_per_second is the ratio of sums over prompts, quartiles "
+    "decode tokens / decode seconds, prefill excluded; per prompt the median of the repeats; policies decode each "
+    "prompt by turns of a few tokens in one process, in rotating order, after a warm-up; tokens_per_second is the ratio of sums over prompts, quartiles "
     "are over prompts; ratios are over the prompts that both policies ran; speedup_vs_confidence is against the fastest `confidence` with acceptance raw of the same temperature"
 )
 PER_PASS = (
@@ -36,6 +37,7 @@ PER_PASS = (
     "verify_ms",
 )
 WARM_UP_TOKENS = 12
+TURN = 8  # tokens that a policy decodes before it is the next one's turn: a machine that slows down slows all of them
 SCREEN_KEEP = 3  # `confidence` policies of an acceptance model that go on after the screening
 
 
@@ -91,7 +93,7 @@ def measure(contestants: Sequence[Contestant], plan: Plan, tick: Callable[[], No
     first = reader.prefilled(plan.prompts[0])
     for contestant in contestants:
         for temperature in plan.temperatures:
-            run_once(contestant.engine, first, plan.config(0, temperature, WARM_UP_TOKENS))
+            list(run([contestant], first, plan.config(0, temperature, WARM_UP_TOKENS)))
     samples: Samples = {(c.label, t): [[] for _ in plan.prompts] for c in contestants for t in plan.temperatures}
     dropped: set[tuple[str, float]] = set()
     turn = 0
@@ -100,10 +102,12 @@ def measure(contestants: Sequence[Contestant], plan: Plan, tick: Callable[[], No
             read = reader.prefilled(prompt)
             for temperature in plan.temperatures:
                 shift = (turn + repeat) % len(contestants)
-                for contestant in [*contestants[shift:], *contestants[:shift]]:
-                    if (contestant.label, temperature) not in dropped:
-                        sample = run_once(contestant.engine, read, plan.config(i, temperature))
-                        samples[contestant.label, temperature][i].append(sample)
+                order = [*contestants[shift:], *contestants[:shift]]
+                still = [c for c in order if (c.label, temperature) not in dropped]
+                for _ in range(len(order) - len(still)):
+                    tick()
+                for contestant, sample in run(still, read, plan.config(i, temperature)):
+                    samples[contestant.label, temperature][i].append(sample)
                     tick()
                 turn += 1
                 if repeat == 0 and i + 1 == plan.screen:
@@ -133,15 +137,20 @@ def rate(samples: list[list[Sample]], prompts: set[int] | None = None) -> float:
     return sum(len(repeats[0].tokens) for repeats in chosen) / max(seconds, 1e-9)
 
 
-def run_once(engine: Engine, prompt: Prefilled, config: GenerationConfig) -> Sample:
-    """Generate once and keep what the report needs."""
-    stream = engine.generate(prompt, config)
-    tokens = [token.id for token in stream]
-    statistics = stream.statistics
-    return Sample(
-        tokens=tokens, seconds=statistics.seconds, passes=statistics.passes,
-        means={key: float(getattr(statistics, key) or 0.0) for key in PER_PASS},
-    )  # fmt: skip
+def run(
+    contestants: Sequence[Contestant], prompt: Prefilled, config: GenerationConfig
+) -> Iterator[tuple[Contestant, Sample]]:  # fmt: skip
+    """Let contestants generate by turns, each in a cache of its own; yields each with its figures as it ends."""
+    streams = [(c, c.engine.generate(prompt.copy(), config), list[int]()) for c in contestants]
+    while streams:
+        for contestant, stream, tokens in tuple(streams):
+            turn = [token.id for token in islice(stream, TURN)]
+            tokens += turn
+            if len(turn) == TURN:
+                continue
+            streams = [other for other in streams if other[0] is not contestant]
+            means = {key: float(getattr(stream.statistics, key) or 0.0) for key in PER_PASS}
+            yield contestant, Sample(tokens, stream.statistics.seconds, stream.statistics.passes, means)
 
 
 def summarize(contestants: Sequence[Contestant], plan: Plan, samples: Samples) -> list[dict[str, Any]]:

@@ -178,7 +178,7 @@ def bench(
         Path | None, typer.Option(help="Folder for plots and a Markdown table (needs matplotlib).")
     ] = None,
 ) -> None:
-    """Measure policies side by side, interleaved prompt by prompt in one process."""
+    """Measure policies side by side, by turns of a few tokens on every prompt, in one process."""
     check_writable(json_file)
     from ecospec_runtime import bench_report
     from ecospec_runtime.bench import METHOD, Plan, measure, summarize

@@ -9,9 +9,10 @@ and what its decodes have shown of drafting (`Gate`). Legend of shapes: n rows o
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -53,9 +54,8 @@ class Sequence:
     text: TextStream
     cache: TargetCache
     root: int
-    draft_state: Any = None  # the drafter's own sequence; None when nothing is drafted
-    draft_rows: int = 0  # rows the drafter has been given
-    behind_tokens: list[int] = field(default_factory=list)  # rows it has not been given yet: tokens ...
+    draft_state: Any = None  # the drafter's own sequence; None when nothing is drafted, or will be to the text's end
+    behind_tokens: list[int] = field(default_factory=list)  # rows the drafter has not been given yet: tokens ...
     behind_features: list[Tensor] = field(default_factory=list)  # ... and features [m, F]
     seen: set[int] = field(default_factory=set)  # for the repetition penalty
     past: int = 0  # cached tokens
@@ -70,6 +70,11 @@ class Prefilled:
     prompt: list[int]
     cache: TargetCache
     features: list[Tensor]  # what a drafter needs of it, chunk by chunk
+
+    def copy(self) -> Prefilled:
+        """The same prompt with a cache of its own, for decodes that take turns."""
+        with torch.inference_mode():
+            return replace(self, cache=copy.deepcopy(self.cache))
 
 
 class Stream(Iterator[Token]):
@@ -218,7 +223,7 @@ class Engine:
         if read is not None:
             sequence.past = len(ids) - 1
             self.target.commit(read.cache, sequence.past, [])
-            if sequence.draft_state is not None and sequence.past:
+            if self._follows(sequence) and sequence.past:
                 sequence.behind_tokens, sequence.behind_features = ids[1:], list(read.features)
                 self._catch_up(sequence)
         return Stream(self, sequence)
@@ -250,8 +255,9 @@ class Engine:
     def prefill(self, sequence: Sequence) -> None:
         """Cache the prompt up to its last token, which is the first root; the drafter follows along."""
         started = perf_counter()
-        for end, aux in self._read(sequence.prompt, sequence.cache, self._aux):
-            if sequence.draft_state is not None:
+        follows = self._follows(sequence)
+        for end, aux in self._read(sequence.prompt, sequence.cache, self._aux if follows else ()):
+            if follows:
                 self._remember(sequence, sequence.prompt[sequence.past + 1 : end + 1], aux)
                 self._catch_up(sequence)
             sequence.past = end
@@ -295,11 +301,15 @@ class Engine:
 
     def _drafts_now(self, sequence: Sequence) -> bool:
         """Whether the drafter runs for this pass."""
-        if sequence.draft_state is None or sequence.text.room < 2:
+        if sequence.text.room < 2 or not sequence.past:  # no past, a one-token prompt: the drafter knows nothing yet
             return False
-        if not sequence.draft_rows and not sequence.behind_tokens:
-            return False  # a one-token prompt: the drafter knows nothing yet
-        return sequence.gate.passes()
+        return (self._follows(sequence) or sequence.gate.wait > 0) and sequence.gate.passes()
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether the drafter must know this text: not once its gate rests longer than the text lasts, which is then forgotten."""
+        if sequence.draft_state is not None and sequence.gate.wait >= sequence.text.room - 1:
+            sequence.draft_state, sequence.behind_tokens, sequence.behind_features = None, [], []
+        return sequence.draft_state is not None
 
     def _propose(self, sequence: Sequence) -> tuple[list[int], list[int]]:
         """Draft, score and select: tokens of the chosen nodes and the row of each one's parent."""
@@ -354,7 +364,7 @@ class Engine:
                 depths.append(depths[parent] + 1)
         output = self.target.forward(
             torch.tensor([sequence.root, *tokens], device=device), torch.tensor(depths, device=device) + past, mask,
-            sequence.cache, aux_layers=self._aux, routing=self.record_routing,
+            sequence.cache, aux_layers=() if sequence.draft_state is None else self._aux, routing=self.record_routing,
         )  # fmt: skip
         assert output.logits is not None
         outcome = follow(output.logits, tokens, parents, sequence.sampler, past + 1, sequence.seen)
@@ -395,5 +405,4 @@ class Engine:
             sequence.draft_state, torch.tensor(sequence.behind_tokens, device=self.target.device),
             features[0] if len(features) == 1 else torch.cat(features),
         )  # fmt: skip
-        sequence.draft_rows += len(sequence.behind_tokens)
         sequence.behind_tokens, sequence.behind_features = [], []

@@ -38,6 +38,7 @@ class Gate(Protocol):
     """
 
     depth: int | None  # levels that the next step may draft; None: as many as configured
+    wait: int  # plain steps still to go before the next that drafts
 
     def passes(self) -> bool:
         """Whether this step drafts; to be asked once per step."""

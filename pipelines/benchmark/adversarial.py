@@ -132,7 +132,7 @@ def markdown(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     conditions = (
         f"{report['target']}, {report['dtype']}, {machine['device']}, threads: {machine['threads']}, {versions}; "
-        f"{report['prompts']} prompts x {report['max_new_tokens']} tokens, policies interleaved prompt by prompt. "
+        f"{report['prompts']} prompts x {report['max_new_tokens']} tokens, policies by turns of a few tokens on every prompt. "
         f"The bundle's policy is `{report['policy']}`."
     )
     verdict = (

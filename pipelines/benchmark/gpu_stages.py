@@ -109,7 +109,7 @@ def prompts(engine: Any, count: int) -> list[list[int]]:
 
 
 def decode(run: Run, count: int = PROMPTS, tokens: int = TOKENS, policies: Sequence[str] = POLICIES) -> None:
-    """The same text in float32 under a tree policy as plainly; then bf16, every policy, interleaved prompt by prompt."""
+    """The same text in float32 under a tree policy as plainly; then bf16, every policy, by turns."""
     from ecospec_kernels import dispatch
     from ecospec_runtime.bench import Contestant, Plan, measure, summarize
     from ecospec_runtime.config import GenerationConfig

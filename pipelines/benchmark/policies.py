@@ -5,7 +5,7 @@
 
 `--run` is a folder that `make quickstart` left. Tuning replays harvest prompts that the predictor's fit held out, at every
 temperature; some of them are kept back to confirm on. Decoding takes the run's bench prompts, that nothing has seen, policies
-interleaved prompt by prompt. Writes Markdown, and beside it JSON and a plot. Two temperatures take about 10 minutes for the
+by turns of a few tokens on every prompt. Writes Markdown, and beside it JSON and a plot. Two temperatures take about 10 minutes for the
 small references on 2 cores that nothing else uses, about 20 for that of DeepSeek-V3. Found policies stay in `RUN/policies-<T>.json`;
 after a failure `--reuse` goes on with them. A drafter in the target's checkpoint is that of the small target: widening leaves it out.
 """

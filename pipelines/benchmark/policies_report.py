@@ -32,7 +32,7 @@ COLORS = {"published": "#9aa5b1", "same": "#4a7ba6", "ours": "#c05621"}
 METHOD = """Every policy was tuned alone, by replay, with the same number of trials and seed. *As published*, a policy takes the
 drafter's own probability and cuts its tree by budget and depth alone; the others choose among the same fitted acceptance models. Tuning
 saw {tuning} harvest prompts that the predictor's fit held out, *replayed* is on {confirming} further ones. The rest was decoded on {prompts}
-bench prompts that nothing has seen, policies interleaved prompt by prompt in one process. Ratios are geometric means over prompts with
+bench prompts that nothing has seen, policies by turns of a few tokens on every prompt, in one process. Ratios are geometric means over prompts with
 95 % intervals of the paired differences. The oracle is `throughput` tuned anew where it knows each token's experts and pays nothing for
 that; it can only be replayed. Experts: distinct ones a layer and pass; nodes and ms are a pass; *choosing* is drafting, predicting and
 selecting."""

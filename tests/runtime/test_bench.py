@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ecospec_runtime.bench import PER_PASS, Contestant, Plan, Sample, measure, summarize
+from ecospec_runtime.bench import PER_PASS, TURN, Contestant, Plan, Sample, measure, summarize
 from ecospec_runtime.cli import app
 from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.engine import Engine
@@ -32,20 +33,27 @@ class FakeEngine:
 
     def prefilled(self, prompt: list[int]) -> Any:
         """A prompt that is read."""
-        return SimpleNamespace(prompt=prompt)
+        read = SimpleNamespace(prompt=prompt)
+        read.copy = lambda: read
+        return read
 
     def generate(self, prompt: Any, config: Any) -> Any:
         """A stream with statistics."""
-        self.log.append((self.label, prompt.prompt[0]))
-        tokens = [SimpleNamespace(id=i) for i in range(config.max_new_tokens)]
-        statistics = SimpleNamespace(tokens=len(tokens), seconds=self.seconds, passes=4, **dict.fromkeys(PER_PASS, 1.0))
+        seconds, log, label = self.seconds, self.log, self.label
 
-        class Stream(list[Any]):
-            pass
+        class Stream:
+            statistics = SimpleNamespace(seconds=seconds, passes=4, **dict.fromkeys(PER_PASS, 1.0))
+            tokens = iter(range(config.max_new_tokens))
 
-        stream = Stream(tokens)
-        stream.statistics = statistics  # type: ignore[attr-defined]
-        return stream
+            def __iter__(self) -> Any:
+                return self
+
+            def __next__(self) -> Any:
+                token = next(self.tokens)
+                log.append((label, prompt.prompt[0]))
+                return SimpleNamespace(id=token)
+
+        return Stream()
 
 
 def contestant(text: str, engine: Any = None, acceptance: str = "raw") -> Contestant:
@@ -57,12 +65,14 @@ def test_policies_take_turns_within_a_prompt_and_start_in_rotation() -> None:
     log: list[tuple[str, int]] = []
     names = ["off", "confidence:budget=2", "ratio"]
     entrants = [contestant(name, FakeEngine(name, log)) for name in names]
-    measure(entrants, Plan([[10], [11], [12]], max_new_tokens=5))
-    warm_up, timed = log[:3], log[3:]
-    assert [name for name, _ in warm_up] == names
-    assert [prompt for _, prompt in timed] == [10] * 3 + [11] * 3 + [12] * 3
-    assert [name for name, _ in timed[::3]] == ["off", "confidence:budget=2", "ratio"]
-    assert sorted(name for name, _ in timed) == sorted(names * 3)
+    samples = measure(entrants, Plan([[10], [11], [12]], max_new_tokens=TURN + 2))
+    turns = [(*turn, len(list(tokens))) for turn, tokens in groupby(log)]
+    assert [name for name, _, _ in turns[:3]] == names, "the warm-up"
+    for i, prompt in enumerate((10, 11, 12)):
+        order = [*names[i:], *names[:i]]
+        at = 3 + 6 * i
+        assert turns[at : at + 6] == [(name, prompt, count) for count in (TURN, 2) for name in order]
+    assert [[s.tokens for s in repeats] for repeats in samples["off", 0.0]] == [[list(range(TURN + 2))]] * 3
 
 
 def sample(tokens: list[int], seconds: float, passes: int = 2, **means: float) -> Sample:
@@ -113,6 +123,9 @@ def test_decoding_after_a_prompt_that_was_read_before(prompt: str, tiny_bundle: 
         assert [token.id for token in stream] == expected
     streams = [auto.with_policy("throughput").generate(start, settings) for start in (prompt, read)]
     assert [[token.id for token in stream] for stream in streams] == [expected, expected]
+    turns = [auto.generate(read.copy(), settings), off.generate(read.copy(), settings)]
+    by_turns = [[token.id for token in pair] for pair in zip(*turns, strict=True)]
+    assert by_turns == [[token, token] for token in expected]
     fresh, again = (stream.statistics for stream in streams)
     assert (again.drafts, again.accepted, again.verified) == (fresh.drafts, fresh.accepted, fresh.verified)
 

@@ -307,6 +307,30 @@ def test_paused_drafter_catches_up(
     assert drafter.expansions == stream.statistics.drafts == 3, "at steps 0, 13 and 26"
 
 
+@pytest.mark.parametrize("wait", [0, 9, 18, 19, 40])
+def test_a_text_that_will_not_be_drafted_is_not_followed(
+    target: Target, prompts: list[list[int]], texts: list[list[int]], drafters: Any, wait: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A drafter's rows and the hidden states it reads cost time: none of either once drafting rests beyond the text's end."""
+    drafter = drafters("oracle", texts)
+    engine = engine_for(target, drafter, "confidence:budget=3")
+    read = engine.prefilled(prompts[0])
+    engine._gates[0.0] = gate = Resting(wait=wait)  # type: ignore[abstract]
+    gate.depth, gate.verified = None, lambda accepted: None  # type: ignore[attr-defined]
+    asked = []
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda *a, **k: asked.append(k["aux_layers"]) or forward(*a, **k))
+    for prompt in (prompts[0], read):
+        gate.wait, drafter.expansions = wait, 0
+        asked.clear()
+        stream = engine.generate(prompt, GenerationConfig(max_new_tokens=20, eos_token_id=()))
+        assert [token.id for token in stream] == texts[0][12:32]
+        followed = wait < 19  # the last token of 20 needs no draft
+        assert bool(drafter.expansions) == followed
+        assert set(asked) == {engine._aux if followed else ()}
+        assert gate.wait == max(0, wait - 19), "plain steps count all the same"
+
+
 def test_statistics(target: Target, prompts: list[list[int]], texts: list[list[int]], drafters: Any) -> None:
     scorer = Scorer(None, "raw", 7, 12)
     policy = build_policy(parse_policy("confidence:budget=3"))
