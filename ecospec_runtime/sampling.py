@@ -11,8 +11,6 @@ Host-side numpy, and `Draws`, the same draw on a device. Legend of shapes: V voc
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,36 +23,6 @@ from ecospec_runtime.pool import Floats
 
 Row = NDArray[np.float64]
 KEPT = 16  # positions whose noise is remembered: those of a tree, which verification asks for again
-
-
-def gumbels(seed: int, position: int, count: int) -> Floats:
-    """Standard Gumbel noise of tokens 0 to `count` - 1, `[count]`, from seed and position alone."""
-    bits = noise_bits(seed, position, count)
-    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-reference.BITS)  # in (0, 1), exact
-    return -np.log(-np.log(uniform))
-
-
-def noise_bits(seed: int, position: int, count: int) -> NDArray[np.int32]:
-    """What that noise is made of: 23 bits a token, the same on every machine.
-
-    Source: SplitMix64 (Steele et al., 2014), started at a mix of seed and position, one step a token.
-    """
-    start = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(position))
-    return (_mix(start + _steps(count)) >> np.uint64(64 - reference.BITS)).astype(np.int32)
-
-
-@lru_cache(maxsize=4)
-def _steps(count: int) -> NDArray[np.uint64]:
-    return np.arange(count, dtype=np.uint64) * np.uint64(reference.STEP)
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(reference.STEP)
-    for shift, factor in zip(reference.SHIFTS, reference.FACTORS, strict=False):
-        x ^= x >> np.uint64(shift)
-        x *= np.uint64(factor)
-    x ^= x >> np.uint64(reference.SHIFTS[-1])
-    return x
 
 
 class Sampler:
@@ -100,8 +68,8 @@ class Sampler:
         known = self._noise.get(position)
         if known is None or known.size < size:
             self._widest = max(self._widest, size)
-            known = self._noise[position] = gumbels(self.config.seed, position, self._widest)
-            known *= np.float32(self.config.temperature)
+            known = dispatch.noise(self.config.seed, position, self._widest, self.config.temperature)
+            self._noise[position] = known
             while len(self._noise) > KEPT:
                 del self._noise[next(iter(self._noise))]
         return known[:size]

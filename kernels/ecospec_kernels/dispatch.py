@@ -263,6 +263,11 @@ def expert_predictor(hidden_NW: Tensor, head_LEW: Tensor, bias_LE: Tensor, top_k
     return module.expert_predictor(*arguments)  # type: ignore[no-any-return]
 
 
+def noise(seed: int, position: int, count: int, temperature: float) -> Any:
+    """What the host adds to the logits of one row of `draw_rows`, float32 `[count]`; see its `reference.noise`. Not a call that is counted."""
+    return _module("draw_rows", "cpu" if ENABLED else "reference").noise(seed, position, count, temperature)
+
+
 def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature: Tensor) -> Tensor:
     """Keyed Gumbel draw of each row -> [R] int64; see `draw_rows/reference.py`."""
     arguments = logits_RV, positions_R, seed, temperature

@@ -16,9 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ecospec_kernels import dispatch
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.sampling import Sampler, gumbels, log_probability
+from ecospec_runtime.sampling import Sampler, log_probability
 
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -60,6 +61,9 @@ def test_greedy_honours_the_repetition_penalty() -> None:
 
 
 def test_noise_is_gumbel_and_keyed() -> None:
+    def gumbels(seed: int, position: int, count: int) -> Any:
+        return dispatch.noise(seed, position, count, 1.0)
+
     draws = np.array([[gumbels(seed, position, 50) for position in range(40)] for seed in range(30)], np.float64)
     counts, _ = np.histogram(np.exp(-np.exp(-draws)), bins=60, range=(0, 1))  # uniform, if these are Gumbel
     assert counts.sum() == draws.size

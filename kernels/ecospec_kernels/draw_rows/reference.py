@@ -3,8 +3,8 @@
 The Gumbel-max draw of `ecospec_runtime/sampling.py`: the largest of logits + temperature * noise, the noise of a token being
 -log(-log(u)), u = (bits + 1/2) / 2^23, its 23 bits from SplitMix64 started at a mix of seed and position, a step a token.
 
-The bits are the host's exactly. A float32 log is not: numpy's is off by up to 4 units in the last place, others by 1 or 2, so noise
-differs from the host's by up to `noise_error`, and sum and product are float32 here (float64 there). A draw can differ
+The bits are the same everywhere. A float32 log is not: implementations are off by 1 to 4 units in the last place, so noise
+differs by up to `noise_error`, and sum and product are float32 here (float64 there). A draw can differ
 only where the two largest sums lie within that of each other; on one device it is always the same.
 
 Filters (top-k, top-p, min-p, penalties) come before: a token that they cut off has -inf.
@@ -14,7 +14,9 @@ Legend of shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ecospec_kernels.argmax_rows import reference as argmax
@@ -70,6 +72,12 @@ def gumbels(bits: Tensor) -> Tensor:
     """Standard Gumbel noise, float32, from bits of any shape."""
     uniform = (bits.float() + 0.5) * 2.0**-BITS  # in (0, 1), exact
     return -torch.log(-torch.log(uniform))
+
+
+def noise(seed: int, position: int, count: int, temperature: float) -> NDArray[np.float32]:
+    """On the host: `temperature` times the noise of tokens 0 to `count` - 1 at a position, `[count]`."""
+    bits = noise_bits(torch.tensor([position]), torch.tensor([signed(seed)]), torch.arange(count))[0]
+    return gumbels(bits).numpy() * np.float32(temperature)
 
 
 def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature: Tensor) -> Tensor:
