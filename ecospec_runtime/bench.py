@@ -18,8 +18,9 @@ from ecospec_runtime.config import GenerationConfig
 from ecospec_runtime.statistics import first_divergence, loop_share
 
 if TYPE_CHECKING:
-    from ecospec_runtime.engine import Engine, Prefilled
+    from ecospec_runtime.engine import Engine
     from ecospec_runtime.policies import PolicySpec
+    from ecospec_runtime.sequence import Prefilled
 
 METHOD = (
     "decode tokens / decode seconds, prefill excluded; per prompt the median of the repeats; policies decode each "

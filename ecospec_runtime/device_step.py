@@ -34,7 +34,7 @@ from ecospec_runtime.cache import FixedCache
 from ecospec_runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from ecospec_runtime.engine import Prefilled
+    from ecospec_runtime.sequence import Prefilled
     from ecospec_runtime.target import Target
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows of a pass

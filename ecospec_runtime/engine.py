@@ -3,19 +3,17 @@
     engine = Engine.from_bundle("bundle")
     for token in engine.generate("def fibonacci(n):"): print(token.text, end="")
 
-All state of one decode lives in a `Sequence`, so that a batch is a list of sequences; the engine itself holds models, settings
-and what its decodes have shown of drafting (`Gate`). Legend of shapes: n rows of a pass (root first, then the chosen nodes), F width of the drafter's features.
+All state of one decode lives in a `Sequence`; the engine itself holds models, settings and what its decodes have shown of
+drafting (`Gate`). Legend of shapes: n rows of a pass (root first, then the chosen nodes), F width of the drafter's features.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,13 +23,14 @@ from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.console import note
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.gate import DraftGate, Gate
+from ecospec_runtime.gate import Gate
 from ecospec_runtime.placement import Placement
 from ecospec_runtime.policies.base import Pausing, Policy, deepest, gate_of
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.prompts import Prompt
 from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.scoring import Scorer
+from ecospec_runtime.sequence import Prefilled, Sequence
 from ecospec_runtime.statistics import PassRecord, Statistics
 from ecospec_runtime.stopping import Reason, TextStream, Token
 from ecospec_runtime.target import Target
@@ -43,38 +42,6 @@ if TYPE_CHECKING:
     from ecospec_runtime.policies import PolicySpec
 
 PREFILL_CHUNK = 512  # tokens of one prefill pass
-
-
-@dataclass
-class Sequence:
-    """One text being decoded. The root is chosen but not yet cached; the cache holds everything before it."""
-
-    prompt: list[int]
-    sampler: Sampler
-    text: TextStream
-    cache: TargetCache
-    root: int
-    draft_state: Any = None  # the drafter's own sequence; None when nothing is drafted, or will be to the text's end
-    behind_tokens: list[int] = field(default_factory=list)  # rows the drafter has not been given yet: tokens ...
-    behind_features: list[Tensor] = field(default_factory=list)  # ... and features [m, F]
-    seen: set[int] = field(default_factory=set)  # for the repetition penalty
-    past: int = 0  # cached tokens
-    gate: Gate = field(default_factory=lambda: DraftGate(pause=0))
-    statistics: Statistics = field(default_factory=Statistics)
-
-
-@dataclass
-class Prefilled:
-    """A prompt that the target has read, for several decodes after it, one at a time (see `Engine.generate`)."""
-
-    prompt: list[int]
-    cache: TargetCache
-    features: list[Tensor]  # what a drafter needs of it, chunk by chunk
-
-    def copy(self) -> Prefilled:
-        """The same prompt with a cache of its own, for decodes that take turns."""
-        with torch.inference_mode():
-            return replace(self, cache=copy.deepcopy(self.cache))
 
 
 class Stream(Iterator[Token]):

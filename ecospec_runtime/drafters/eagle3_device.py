@@ -26,8 +26,8 @@ from ecospec_runtime.device_step import BUCKETS, DevicePool, DeviceState
 
 if TYPE_CHECKING:
     from ecospec_runtime.drafters.eagle3 import Eagle3Drafter
-    from ecospec_runtime.engine import Prefilled
     from ecospec_runtime.sampling import Draws
+    from ecospec_runtime.sequence import Prefilled
 
 
 class Drafted(NamedTuple):
