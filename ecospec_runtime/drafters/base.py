@@ -108,7 +108,10 @@ def shared_noise(
     """
     if sampler is None or sampler.greedy:
         return None
+    if device.type != "cpu":  # the host would take longer for a large vocabulary than the level that waits for it
+        positions = torch.arange(root + 1, root + 2 + depth, device=device)
+        return sampler.draws(device).noise(positions, torch.from_numpy(ids_V).to(device))
     size, noise_dV = int(ids_V.max()) + 1, np.empty((1 + depth, len(ids_V)), np.float32)
     for i, row_V in enumerate(noise_dV):
         sampler.noise(root + 1 + i, size).take(ids_V, out=row_V)
-    return torch.from_numpy(noise_dV).to(device)
+    return torch.from_numpy(noise_dV)

@@ -20,6 +20,7 @@ from ecospec_kernels import dispatch
 from ecospec_kernels.argmax_rows.reference import argmax_rows
 from ecospec_kernels.draw_rows import cpu, fused, reference
 from ecospec_runtime.config import GenerationConfig
+from ecospec_runtime.drafters.base import shared_noise
 from ecospec_runtime.sampling import Draws, Sampler
 from tests.ops.cases import BF16, FP16, FP32, poisoned, random
 
@@ -223,3 +224,13 @@ def test_a_drafter_adds_the_draws_noise() -> None:
     every = draws.noise(positions, torch.arange(1000))
     assert draws(torch.zeros(len(POSITIONS), 1000), positions).tolist() == every.argmax(-1).tolist()
     assert sampler.draws(torch.device("cpu")) is sampler.draws(torch.device("cpu"))
+
+
+def test_noise_is_made_where_the_drafter_is() -> None:
+    """Of the places after row 8: on the host, and on a device as that device's draws make it."""
+    sampler, ids = Sampler(GenerationConfig(temperature=0.7, seed=3)), np.array([5, 0, 999, 31])
+    host, device = (shared_noise(sampler, 8, 2, ids, torch.device(kind)) for kind in ("cpu", "meta"))
+    assert host is not None and device is not None
+    assert (device.device.type, device.shape, device.dtype) == ("meta", host.shape, host.dtype)
+    expected = Draws(3, 0.7, "cpu").noise(torch.arange(9, 12), torch.from_numpy(ids))
+    torch.testing.assert_close(host, expected, rtol=1e-5, atol=1e-5)
