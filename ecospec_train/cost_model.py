@@ -15,6 +15,7 @@ from scipy.optimize import nnls
 Array = NDArray[np.float64]
 FOLDS = 5
 ALIKE = 1.5  # ratio of the dearest layer's experts to the cheapest layer's up to which all count as alike
+FREE = 0.02  # of the dearest: experts that seem to cost less were not measured well enough to tell layers apart
 GROUP = 1.25  # the same within a group of layers where they are not
 
 
@@ -56,7 +57,7 @@ def layer_costs(tokens: Array, unions: Array, milliseconds_CL: Array) -> tuple[f
     """
     features = np.stack([np.ones_like(tokens), tokens, unions], axis=1)
     costs_L = np.array([non_negative_fit(features, layer)[2] for layer in milliseconds_CL.T])
-    if costs_L.max() <= ALIKE * costs_L.min() or not costs_L.any():
+    if costs_L.max() <= ALIKE * costs_L.min() or costs_L.min() <= FREE * costs_L.max():
         return ()
     grouped = np.zeros_like(costs_L)
     group: list[int] = []

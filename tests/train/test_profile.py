@@ -73,6 +73,7 @@ def test_layers_that_cost_the_same_are_alike_and_others_form_groups(noise: float
 
     assert found([0.1] * 7) == ()
     assert found([0.1, 0.11, 0.1, 0.12]) == ()
+    assert found([0.1, 0.0, 0.1]) == found([0.0, 0.0]) == (), "an expert that costs nothing was not measured"
     mixed = found([0.1, 0.4, 0.1, 0.4, 0.1])
     assert mixed == pytest.approx([0.1 / 0.22, 0.4 / 0.22] * 2 + [0.1 / 0.22], rel=0.1)
     assert len(set(mixed)) == 2
