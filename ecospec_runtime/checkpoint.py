@@ -19,11 +19,18 @@ from transformers.utils import logging as transformers_logging
 
 from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError, first_line
+from ecospec_runtime.mxfp4 import keeping_mxfp4
 from ecospec_runtime.placement import Placement, check_placed, loading_arguments
-from ecospec_runtime.quantization import FP8, MXFP4, dequantized, method_of, stays_quantized
+from ecospec_runtime.quantization import FP8, GPT_OSS, MXFP4, dequantized, method_of, stays_mxfp4, stays_quantized
 from ecospec_runtime.weights import SINGLE, StoredTensor, checkpoint_files, indexed_files, own_pages, read_folder
 
-DTYPES: dict[str, torch.dtype | str] = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+# mxfp4: as auto, and the experts stay as stored on any device
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    MXFP4: "auto",
+}
 _WHOLE, _TOTAL = 4 << 20, 2 << 30  # bytes: a tensor up to this size is hashed whole; what is hashed in all, at most
 _SLICE = 64 << 10
 _HUB_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "tokenizer*"]  # beside weights; subfolders hold other formats
@@ -140,15 +147,22 @@ def _load(folder: Path, source: str, dtype: str, placement: Placement, settings:
         raise UserError(f"target {source}: config.json: quant_method '{method}' is not one that transformers knows")
     if method in (FP8, MXFP4) and not native and not files:
         raise UserError(f"target {source}: {method} weights are read from model.safetensors files, there are none")
+    if dtype == MXFP4 and (method != MXFP4 or config.model_type != GPT_OSS):
+        raise UserError(
+            f"target {source}: --dtype mxfp4 is for GPT-OSS checkpoints in MXFP4, and this is not one; use auto, float32 or bfloat16"
+        )
     if native or not files or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], **arguments)
         return loaded[0], loaded[1]
     tensors = read_folder(files)
     kept = plain_dtype(config, tensors, dtype)
-    stored = dequantized(tensors, settings, f"target {source}", kept)
-    if method is not None:
-        _announce(source, str(method), tensors, stored, kept)
+    packed = stays_mxfp4(method, config.model_type, dtype, kept, placement.single)
+    stored = dequantized(tensors, settings, f"target {source}", kept, packed)
     kind, config = _model_class(config)
+    if packed:
+        kind = keeping_mxfp4(kind)
+    elif method is not None:
+        _announce(source, str(method), tensors, stored, kept)
     if (folder / "generation_config.json").is_file():
         arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
     with _one_by_one():

@@ -37,7 +37,9 @@ TargetOption = Annotated[str | None, typer.Option(help="Local folder or hub id; 
 DrafterOption = Annotated[
     str | None, typer.Option(help="Local folder, hub id or ngram[:min=1,max=4]; default: the one the bundle names.")
 ]
-DtypeOption = Annotated[str, typer.Option(help="auto (as saved), float32 or bfloat16.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto (as saved), float32, bfloat16, or mxfp4 (as auto, GPT-OSS's experts as stored).")
+]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu (default), cuda, cuda:1, ...")]
 DeviceMapOption = Annotated[
     str | None,
@@ -185,6 +187,7 @@ def bench(
     from ecospec_runtime.bundle import load_bundle
     from ecospec_runtime.engine import Engine
     from ecospec_runtime.machine import describe
+    from ecospec_runtime.mxfp4 import dtype_name
     from ecospec_runtime.prompts import fingerprint_prompts, read_prompts
 
     if plots is not None:
@@ -203,7 +206,7 @@ def bench(
     started = time.perf_counter()
     samples = run_with_progress(measure, entrants, plan)
     report = {
-        "schema_version": 1, "machine": describe(base.target.device), "target": base.target.source, "dtype": dtype_name(base),
+        "schema_version": 1, "machine": describe(base.target.device), "target": base.target.source, "dtype": dtype_name(base.target),
         "bundle": str(bundle), "prompts": {"source": prompts, "count": len(rows), "sha256": fingerprint_prompts(rows)},
         "max_new_tokens": max_new_tokens, "repeats": repeats, "screen": screen, "seed": seed, "top_p": top_p, "top_k": top_k,
         "method": METHOD, "command": sys.argv, "seconds": time.perf_counter() - started,
@@ -214,11 +217,6 @@ def bench(
     out.print(bench_report.table(report, narrow=out.width < PLAIN_WIDTH))
     if plots is not None and leads():
         bench_report.plots(report, plots)
-
-
-def dtype_name(engine: Engine) -> str:
-    """`float32` or `bfloat16`: what the target's weights are."""
-    return str(engine.target.dtype).removeprefix("torch.")
 
 
 def split_policies(text: str) -> list[PolicySpec | None]:
@@ -237,6 +235,7 @@ def contestants(bundle: Bundle, base: Engine, named: list[PolicySpec | None]) ->
     import torch
 
     from ecospec_runtime.bench import Contestant
+    from ecospec_runtime.mxfp4 import dtype_name
 
     predictor = base.scorer.predictor
     best = predictor.acceptance.best if predictor else "raw"
@@ -244,7 +243,7 @@ def contestants(bundle: Bundle, base: Engine, named: list[PolicySpec | None]) ->
     for entry in named:
         spec, label = entry, str(entry)
         if spec is None:
-            picked = bundle.policy_for(base.target.hardware, dtype_name(base), torch.get_num_threads())
+            picked = bundle.policy_for(base.target.hardware, dtype_name(base.target), torch.get_num_threads())
             if picked.warning:
                 note(f"warning: {picked.warning}")
             spec = picked.spec
@@ -312,7 +311,7 @@ def doctor(
         str | None, typer.Option(help="Prompts to compare on, at most 64; default: eight built-in ones.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    dtype: Annotated[str, typer.Option(help="float32 (exact comparison), bfloat16 or auto.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32 (exact comparison), bfloat16, auto or mxfp4.")] = "float32",
     device: DeviceOption = None,
     device_map: DeviceMapOption = None,
     tp: TpOption = 1,

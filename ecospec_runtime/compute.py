@@ -41,9 +41,8 @@ def gate_of(module: Any) -> Gate | None:
         gates.append(gates[0]._replace(limit=limit))
         if alpha is not None:
             gates.append(gates[1]._replace(alpha=alpha, shift=1.0))
-    x = (
-        torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 4, 8)[:, None]
-    )  # beyond any clamp
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    x *= torch.logspace(-1, 4, 8, dtype=torch.float32)[:, None]  # beyond any clamp
     own = module._apply_gate(x)
     return next((g for g in gates if torch.allclose(own, g.apply(x), rtol=1e-4, atol=1e-4)), None)
 

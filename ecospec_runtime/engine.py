@@ -24,6 +24,7 @@ from ecospec_runtime.console import note
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.gate import Gate
+from ecospec_runtime.mxfp4 import dtype_name
 from ecospec_runtime.placement import Placement
 from ecospec_runtime.policies.base import Pausing, Policy, deepest, gate_of
 from ecospec_runtime.pool import Pool
@@ -136,7 +137,7 @@ class Engine:
         else:
             loaded = drafter
         check_drafter(bundle, loaded)
-        name, kept = target.hardware, str(target.dtype).removeprefix("torch.")
+        name, kept = target.hardware, dtype_name(target)
         tuned_for = bundle.tuned_threads(name, kept)
         if threads is None and tuned_for and torch.get_num_threads() not in tuned_for:
             torch.set_num_threads(tuned_for[0])

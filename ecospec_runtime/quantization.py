@@ -1,9 +1,10 @@
 """Quantised checkpoints: which stay quantised, and how the others are read in full precision, tensor by tensor.
 
-The rule: MXFP4 experts are always dequantised, because transformers' native layer routes inside its own kernel, where no
-routing can be read. FP8 block-scaled weights stay FP8 with `--dtype auto` on a CUDA device that computes in FP8
-(capability 8.9 or later, package `kernels` installed); on every other device, or with `--dtype float32` or `bfloat16`,
-they are dequantised. Every other method is transformers' own affair.
+The rule: FP8 block-scaled weights stay FP8 with `--dtype auto` on a CUDA device that computes in FP8 (capability 8.9 or
+later, package `kernels` installed). GPT-OSS's MXFP4 experts stay MXFP4 with `--dtype auto` where the Triton kernels run and
+the other weights are of 16 bits, and with `--dtype mxfp4` everywhere: the experts of `mxfp4.py`, since transformers' native
+layer routes inside its own kernel, where no routing can be read. On every other device, or with `--dtype float32` or
+`bfloat16`, both are dequantised. Every other method is transformers' own affair.
 
 Formats: DeepSeek-V3's FP8 (`X.weight` float8_e4m3fn with `X.weight_scale_inv`, one scale per block of 128 x 128, the
 last blocks cut off at the edge) and the OCP Microscaling specification's MXFP4 in GPT-OSS's layout (`X_blocks` uint8
@@ -18,14 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ecospec_kernels.expert_mlp.reference import E2M1, GROUP, exponents
+from ecospec_kernels import dispatch
+from ecospec_kernels.expert_mlp.reference import GROUP, Mxfp4, exponents
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.weights import StoredTensor, own_memory
 
 FP8, MXFP4 = "fp8", "mxfp4"
+GPT_OSS = "gpt_oss"
 FP8_CAPABILITY = (8, 9)
 REMEDY = "the file is damaged or was not written in this layout; copy or download it again"
 _SCALE, _SCALES = "_scale_inv", "_scales"
@@ -47,6 +49,20 @@ def stays_quantized(method: str | None, dtype: str, device: str | None) -> bool:
     if method != FP8:
         return True
     return dtype == "auto" and computes_fp8(device)
+
+
+def stays_mxfp4(method: str | None, model_type: str, dtype: str, kept: torch.dtype, device: str | None) -> bool:
+    """Whether experts stay MXFP4 on `device` (None: several) beside other weights of dtype `kept`; see the module docstring."""
+    if method != MXFP4 or model_type != GPT_OSS:
+        return False
+    return dtype == MXFP4 or (dtype == "auto" and kept.itemsize == 2 and computes_mxfp4(device))
+
+
+def computes_mxfp4(device: str | None) -> bool:
+    """Whether the Triton kernels run on `device`; None stands for all CUDA devices of this machine."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return dispatch.runs_triton(torch.empty(0, device=device))
 
 
 def computes_fp8(device: str | None) -> bool:
@@ -143,27 +159,37 @@ class Mxfp4Weight:
             )
 
     def __getitem__(self, index: Any) -> Tensor:
-        values = torch.tensor([*E2M1, *(-v for v in E2M1)])
-        pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)  # [256, 2] of a byte
         out = own_memory(self.shape, self.dtype)
+        scales = Mxfp4Scales(**vars(self.scales))[...]
         for e in range(len(out)):
-            scale = exponents(self.scales.rows(e, e + 1)[0])
-            if torch.isnan(scale).any():
-                raise UserError(f"{self.scales.path}: {self.scales.name} [{e}] holds the code 255, NaN; {REMEDY}")
-            grouped = F.embedding(self.blocks.rows(e, e + 1)[0].int(), pairs).flatten(-2)  # [R, G, 32]
-            out[e] = (grouped * scale[..., None]).flatten(1).T
+            out[e] = Mxfp4(self.blocks.rows(e, e + 1), scales[e : e + 1]).dequantized(0).T
         return out if index is Ellipsis else out[index].clone()
+
+
+class Mxfp4Scales(StoredTensor):
+    """Scales of MXFP4 experts, read as they are. Reading raises UserError for a NaN."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        scales = super().__getitem__(...)
+        bad = scales.view(len(scales), -1).eq(255).any(1)
+        if bad.any():
+            raise UserError(f"{self.path}: {self.name} [{int(bad.int().argmax())}] holds the code 255, NaN; {REMEDY}")
+        return scales if index is Ellipsis else scales[index].clone()
 
 
 Stored = StoredTensor | Fp8Weight | Mxfp4Weight
 
 
 def dequantized(
-    tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], where: str, dtype: torch.dtype
+    tensors: Mapping[str, StoredTensor],
+    config: Mapping[str, Any],
+    where: str,
+    dtype: torch.dtype,
+    keep_mxfp4: bool = False,
 ) -> dict[str, Stored]:
     """The tensors of a checkpoint under their plain names: FP8 and MXFP4 ones are read as `dtype`, others as they are.
 
-    `config` is the parsed config.json, `where` begins every message. Raises UserError, naming file and tensor, for scales that are missing or do not fit.
+    With `keep_mxfp4` blocks and scales keep their names and bytes. `config` is the parsed config.json, `where` begins every message. Raises UserError, naming file and tensor, for scales that are missing or do not fit.
     """
     block = _block_size(config, where)
     found: dict[str, Stored] = {}
@@ -171,18 +197,20 @@ def dequantized(
     for name, tensor in tensors.items():
         if name.endswith("_blocks") and tensor.dtype == torch.uint8:
             plain = name.removesuffix("_blocks")
-            found[plain] = Mxfp4Weight(tensor, _companion(tensor, plain + _SCALES, tensors, where), dtype)
-            used |= {name, plain + _SCALES}
+            weight = Mxfp4Weight(tensor, _companion(tensor, plain + _SCALES, tensors, where), dtype)
+            weight.check(where)
+            kept = {name: tensor, plain + _SCALES: Mxfp4Scales(**vars(weight.scales))}
+            found |= kept if keep_mxfp4 else {plain: weight}
+            used |= kept.keys()
         elif tensor.dtype == torch.float8_e4m3fn:
             if len(tensor.shape) < 2:
                 raise UserError(
                     f"{where}: {tensor} is FP8 of shape {list(tensor.shape)}; only matrices are stored so. {REMEDY}"
                 )
             scale = _companion(tensor, name + _SCALE, tensors, where)
-            found[name] = Fp8Weight(tensor, scale, block or (tensor.shape[-2], tensor.shape[-1]), dtype)
+            found[name] = fp8 = Fp8Weight(tensor, scale, block or (tensor.shape[-2], tensor.shape[-1]), dtype)
+            fp8.check(where)
             used |= {name, name + _SCALE}
-    for stored in found.values():
-        stored.check(where)  # type: ignore[union-attr]
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     for name in rest:
         if name.endswith(_SCALES) and name.removesuffix(_SCALES).endswith("_proj") and rest[name].dtype == torch.uint8:

@@ -96,7 +96,7 @@ class Target:
         cls, id_or_folder: str | Path, dtype: str = "auto", device: str | Placement | None = None, *,
         device_map: DeviceMap | None = None, tp: int = 1,
     ) -> Target:  # fmt: skip
-        """Load a local folder or hub id. `dtype` is float32, bfloat16 or auto (as saved). Raises UserError.
+        """Load a local folder or hub id. `dtype`: float32, bfloat16, auto (as saved) or mxfp4. Raises UserError.
 
         `device` (default: cpu), `device_map` and `tp` say where to, or a `Placement` as `device`; see
         `ecospec_runtime.placement.parse_placement`.

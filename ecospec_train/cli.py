@@ -74,7 +74,7 @@ def harvest(
     seed: Annotated[int | None, typer.Option()] = None,
     max_disk: Annotated[str | None, typer.Option(help="Refuse to write more than this, e.g. 2GB.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted harvest.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or auto.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, auto or mxfp4.")] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Processes or GPUs, each with a copy of the target.")
     ] = None,
@@ -140,7 +140,7 @@ def profile(
     drafter: DrafterOption,
     out: Annotated[Path, typer.Option(help="JSON file for the device profile.")],
     predictor: Annotated[Path | None, typer.Option(help="Predictor folder, to time prediction as well.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or auto.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, auto or mxfp4.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, ...")] = None,
     device_map: DeviceMapOption = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Processes of a torchrun that share every layer.")] = None,

@@ -82,7 +82,7 @@ class HarvestConfig(Config):
     target_temperatures: tuple[Temperature, ...] = (1.0, 0.7)
     max_disk: Annotated[int, BeforeValidator(parse_size)] = 20 * 10**9
     resume: bool = False
-    dtype: str = Field("float32", pattern="^(float32|bfloat16|auto)$")
+    dtype: str = Field("float32", pattern="^(float32|bfloat16|auto|mxfp4)$")
     devices: int = Field(1, ge=1)
     device_map: str | dict[str, int | str] | None = None  # instead of one device; as --device-map
 

@@ -31,6 +31,7 @@ from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.drafters import Drafter, load_drafter
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import device_slug, versions
+from ecospec_runtime.mxfp4 import dtype_name
 from ecospec_runtime.placement import agreed
 from ecospec_runtime.policies import PolicySpec, build_policy
 from ecospec_runtime.pool import Candidates, Pool, pack_masks
@@ -266,7 +267,7 @@ def base_profile(
     target: Target, passes: list[Cell], cost: PassCost, plain: tuple[float, float], config: ProfileConfig
 ) -> DeviceProfile:  # fmt: skip
     """The profile without the drafter's part; `plain` is what `plain_steps` measured."""
-    dtype, threads = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
+    dtype, threads = dtype_name(target), torch.get_num_threads()
     name = target.hardware
     experts_ms, plain_ms = plain
     result = DeviceProfile(

@@ -24,6 +24,7 @@ def load_drafter(id_or_folder: str | Path, target: Any, dtype: str = "auto") -> 
     source = str(id_or_folder)
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is not supported; use one of {', '.join(DTYPES)}")
+    dtype = "auto" if DTYPES[dtype] == "auto" else dtype  # what a target keeps is no matter here
     if is_ngram(source):
         return NgramDrafter(parse_ngram(source), target, source)
     folder = resolve_folder(source, "drafter")

@@ -25,12 +25,13 @@ import numpy as np
 
 from ecospec_runtime.bench import Contestant, Plan, measure, summarize
 from ecospec_runtime.bundle import Bundle, drafter_of, load_bundle
-from ecospec_runtime.cli import contestants, dtype_name, split_policies
+from ecospec_runtime.cli import contestants, split_policies
 from ecospec_runtime.console import check_writable, note, quiet_libraries, write_json
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import describe
+from ecospec_runtime.mxfp4 import dtype_name
 from ecospec_runtime.prompts import read_prompts
 from ecospec_train.choice import Candidate, Measured
 from ecospec_train.confirm import compare
@@ -66,7 +67,7 @@ def random_prompts(count: int, vocabulary: int, seed: int) -> list[list[int]]:
 
 def with_drafter(base: Engine, source: str | Path) -> Engine:
     """`base` with a drafter that its bundle was not made for. UserError where the bundle's predictor cannot read it."""
-    drafter, own = load_drafter(source, base.target, dtype_name(base)), base.drafter
+    drafter, own = load_drafter(source, base.target, dtype_name(base.target)), base.drafter
     for key in ("features", "width"):
         if getattr(drafter, key) != getattr(own, key):
             raise UserError(
@@ -171,7 +172,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             rows += measure_set(one, temperature, entrants, settings)
     return {
         "schema_version": 1, "machine": describe(base.target.device), "target": base.target.source,
-        "dtype": dtype_name(base), "policy": str(next(c.spec for c in entrants if c.label.endswith(TUNED))), "bar": BAR,
+        "dtype": dtype_name(base.target), "policy": str(next(c.spec for c in entrants if c.label.endswith(TUNED))), "bar": BAR,
         "prompts": len(natural), **settings, "sets": {one.name: one.about for one in sets}, "rows": rows,
     }  # fmt: skip
 

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, torch.dtype, str, str]] = {
     "float32 to bfloat16": ("qwen3_moe", torch.float32, "", "bfloat16"),
     "fp8 to bfloat16": ("qwen3_moe", torch.bfloat16, "fp8", "bfloat16"),
     "mxfp4 to bfloat16": ("gpt_oss", torch.bfloat16, "mxfp4", "bfloat16"),
+    "mxfp4": ("gpt_oss", torch.bfloat16, "mxfp4", "mxfp4"),
 }
 WIDTH, EXPERTS, UNITS = 512, 32, 512
 SHAPE = {"vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,

@@ -113,17 +113,29 @@ def test_faults_of_fp8_scales_name_the_tensor(fp8: tuple[Path, Path], tmp_path: 
             Target.from_pretrained(damaged(fp8[0], tmp_path / str(i), change))  # type: ignore[arg-type]
 
 
-def test_faults_of_mxfp4_scales_name_the_tensor(mxfp4: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "mxfp4"])
+def test_faults_of_mxfp4_scales_name_the_tensor(dtype: str, mxfp4: tuple[Path, Path], tmp_path: Path) -> None:
+    """Whether they are dequantised or stay as they are."""
     scales = f"{BLOCKS}_scales"
     changes: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
         (lambda t: t.pop(scales), rf"{BLOCKS}_blocks is quantised, and its scales {scales} are missing"),
         (lambda t: t.pop(f"{BLOCKS}_blocks"), rf"{scales} holds scales of weights that are missing"),
         (lambda t: t[scales].__setitem__((2, 0, 0), 255), rf"{scales} \[2\] holds the code 255"),
         (lambda t: t.update({scales: t[scales].transpose(1, 2).contiguous()}), rf"{scales} has shape \[6, 3, 64\]"),
+        (
+            lambda t: t.update(
+                {f"{BLOCKS}_{end}": t[f"{BLOCKS}_{end}"][:, :32].clone() for end in ("blocks", "scales")}
+            ),
+            r"down_proj\S* has shape \[6, .+\], config.json asks for \[6, ",
+        ),
+        (
+            lambda t: [t.pop(f"{BLOCKS}_{end}") for end in ("blocks", "scales", "bias")],
+            r"weights are missing .+down_proj",
+        ),
     ]
     for i, (change, message) in enumerate(changes):
         with pytest.raises(UserError, match=message):
-            Target.from_pretrained(damaged(mxfp4[0], tmp_path / str(i), change))  # type: ignore[arg-type]
+            Target.from_pretrained(damaged(mxfp4[0], tmp_path / str(i), change), dtype)  # type: ignore[arg-type]
 
 
 def test_nan_weights_name_their_layer(fp8: tuple[Path, Path], tmp_path: Path) -> None:

@@ -86,8 +86,9 @@ class Mxfp4(NamedTuple):
     def dequantized(self, e: int) -> Tensor:
         """Expert e's matrix [R, C] in fp32."""
         numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=self.values.device)
-        codes = torch.stack([self.values[e] & 15, self.values[e] >> 4], dim=-1).flatten(-2)  # [R, G, 32]
-        return (numbers[codes.int()] * exponents(self.scales[e])[..., None]).flatten(1)
+        pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)  # [256, 2] of a byte
+        grouped = F.embedding(self.values[e].int(), pairs).flatten(-2)  # [R, G, 32]
+        return (grouped * exponents(self.scales[e])[..., None]).flatten(1)
 
 
 Matrix = Tensor | Fp8 | Mxfp4
