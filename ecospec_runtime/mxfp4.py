@@ -48,7 +48,7 @@ class Mxfp4Experts(nn.Module):
         rest = *matrices, self.gate, *(getattr(held, f"{name}_bias") for name in MATRICES)
         routed = hidden_states, router_indices, routing_weights
         if not dispatch.runs_triton(hidden_states) or hidden_states.dtype.itemsize != 2:
-            return dispatch.expert_mlp(*routed, *rest)  # the reference, which dequantises each touched expert once
+            return dispatch.expert_mlp(*routed, *rest)  # decodes each touched expert once, whatever the rows
         pieces = zip(*(tensor.split(dispatch.MAX_ROWS) for tensor in routed), strict=True)
         return torch.cat([dispatch.expert_mlp(*piece, *rest) for piece in pieces])
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ecospec_kernels.expert_mlp.reference import GROUP, Mxfp4
 from ecospec_kernels.lanes import LANES
 
 OVERRIDE = os.environ.get("ECOSPEC_KERNELS", "")
@@ -134,22 +135,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def supports_experts(
     hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Any, down: Any, *biases: Tensor | None
 ) -> bool:
-    """Whether the CPU kernel takes this call: contiguous, plain gate_up [E, 2M, D], down [E, D, M] and biases, all of one dtype."""
+    """Whether the CPU kernel takes this call: contiguous gate_up [E, 2M, D], down [E, D, M] and biases.
+
+    Plain ones are of one dtype; beside MXFP4 matrices biases of one dtype.
+    """
+    if isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4):
+        parts = *gate_up, *down
+        kinds = {bias.dtype for bias in biases if bias is not None}
+        fits = hidden_ND.size(0) > 0 and len(kinds) < 2 and all(t.is_cpu and t.is_contiguous() for t in parts)
+        fits = fits and gate_up.invalid() is None and down.invalid() is None
+        fits = fits and gate_up.shape[1] % GROUP == 0 and down.shape[1] % GROUP == 0
+    elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        kinds = {gate_up.dtype}
+        fits = (
+            _rows(hidden_ND.size(0), gate_up) and gate_up.dtype is down.dtype and _plain(gate_up)
+            and _columns(gate_up.size(2), gate_up.dtype) and _columns(down.size(2), down.dtype)
+            and down.size(1) >= 8 and gate_up.is_contiguous() and down.is_contiguous()
+        )  # fmt: skip
+    else:
+        return False
     return (
-        ENABLED and isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-        and _rows(hidden_ND.size(0), gate_up) and index_NK.dtype is torch.int64 and gate_up.dtype is down.dtype
-        and _plain(hidden_ND) and hidden_ND.stride(1) == 1 and _plain(weight_NK) and _plain(gate_up) and _columns(gate_up.size(2), gate_up.dtype)
-        and _columns(down.size(2), down.dtype) and down.size(1) >= 8 and not torch.is_grad_enabled()
-        and index_NK.is_contiguous() and weight_NK.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
-        and gate_up.size(1) == 2 * down.size(2) and down.size(1) == gate_up.size(2) == hidden_ND.size(1)
-        and all(bias is None or (bias.dtype is gate_up.dtype and bias.is_contiguous()) for bias in biases)
+        ENABLED and fits and index_NK.dtype is torch.int64 and _plain(hidden_ND) and hidden_ND.stride(1) == 1 and _plain(weight_NK)
+        and not torch.is_grad_enabled() and index_NK.is_contiguous() and weight_NK.is_contiguous()
+        and gate_up.shape[1] == 2 * down.shape[2] and down.shape[1] == gate_up.shape[2] == hidden_ND.size(1)
+        and all(bias is None or (_plain(bias) and bias.dtype in kinds and bias.is_contiguous()) for bias in biases)
     )  # fmt: skip
 
 
 def expert_mlp(hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Any, down: Any, *rest: Any) -> Tensor:
     """Experts of one MoE layer -> [n, D] in hidden's dtype; `rest`: gate and biases, see `expert_mlp/reference.py`.
 
-    gate_up and down: tensors, or its `Fp8` or `Mxfp4`, which the CPU kernel does not take.
+    gate_up and down: tensors, or its `Fp8`, which the CPU kernel does not take, or `Mxfp4`.
     """
     arguments = hidden_ND, index_NK, weight_NK, gate_up, down, *rest
     fused = _fused("expert_mlp", *arguments)

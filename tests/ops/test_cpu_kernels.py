@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from ecospec_kernels.expert_mlp.reference import Gate
+from ecospec_kernels import dispatch
+from ecospec_kernels.expert_mlp.reference import Gate, Mxfp4
 
-from .cases import BF16, FP32, assert_near, random, routing
+from .cases import BF16, FP16, FP32, assert_near, mxfp4, random, routing
 
 pytest.importorskip("numba")
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
@@ -219,3 +221,58 @@ def test_functions_made_from_one_source_have_names_of_their_own() -> None:
         collect(value)
     assert len(found) > 10
     assert len(set(found.values())) == len(found)
+
+
+@torch.no_grad()
+@DTYPES
+@pytest.mark.parametrize(
+    ("n", "experts", "top_k", "units", "hidden"), [(1, 6, 2, 32, 64), (5, 12, 4, 96, 32), (70, 8, 2, 32, 96)]
+)
+def test_mxfp4_experts(n: int, experts: int, top_k: int, units: int, hidden: int, dtype: torch.dtype) -> None:
+    """As the reference, with and without biases; and bit for bit as the kernel makes of the same numbers in bf16."""
+    index, weight = routing(n, n, experts, top_k, experts - 1), random(3, n, top_k, dtype=dtype).abs()
+    matrices = mxfp4(4, experts, 2 * units, hidden), mxfp4(5, experts, hidden, units)
+    for matrix in matrices:
+        matrix.scales[experts - 1] = 255  # of an expert that nobody chose
+    plain = [torch.stack([m.dequantized(e) for e in range(experts)]).to(BF16) for m in matrices]
+    biases = random(6, experts, 2 * units, dtype=dtype), random(7, experts, hidden, dtype=dtype)
+    gate = Gate(True, 1.702, 1.5, 1.0)
+    routed = random(2, n, hidden, dtype=dtype), index, weight
+    for rest in ((), (gate, *biases), (gate, None, biases[1])):
+        dispatch.CALLS.clear()
+        out = dispatch.expert_mlp(*routed, *matrices, *rest)
+        assert dispatch.CALLS == {("expert_mlp", "cpu"): 1}
+        assert_near(out, op("expert_mlp", "reference")(*routed, *matrices, *rest))
+        if dtype is BF16:
+            assert torch.equal(out, op("expert_mlp", "cpu")(*routed, *plain, *rest))
+
+
+@torch.no_grad()
+def test_what_the_kernel_does_not_take_of_mxfp4() -> None:
+    """Refused by `supports_experts`, so that the reference says what is wrong or does it."""
+    hidden, index, weight = random(2, 3, 64), routing(3, 3, 6, 2), random(3, 3, 2).abs()
+    up, down = mxfp4(4, 6, 128, 64), mxfp4(5, 6, 64, 64)
+    supports = dispatch.supports_experts
+    assert supports(hidden, index, weight, up, down)
+    for bad in (
+        down._replace(values=down.values.mT.contiguous().mT), down._replace(scales=down.scales[:, :, :0]),
+        down._replace(values=down.values[:, :32]), down.values, random(5, 6, 64, 64),
+    ):  # fmt: skip
+        assert not supports(hidden, index, weight, up, bad)
+    assert not supports(hidden, index, weight, up, down, random(6, 6, 128), random(7, 6, 64, dtype=BF16))
+    assert not supports(random(2, 3, 64, dtype=FP16), index, weight, up, down)
+    assert not supports(random(2, 3, 96), index, weight, up, down)
+
+
+def test_every_mxfp4_number_is_exact_in_bf16() -> None:
+    """Each scale with each code, in both halves of a byte: subnormal numbers, infinities and NaN too."""
+    from ecospec_kernels.expert_mlp.cpu import _codes
+
+    words = (
+        torch.from_numpy(_codes().view(np.int16).copy()).view(BF16).view(256, 256, 2)
+    )  # little-endian: the low half first
+    values = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(1, 256, 16, 16)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16)[None].contiguous()
+    expected = Mxfp4(values, scales).dequantized(0).view(256, 256, 2)
+    torch.testing.assert_close(words.float(), expected, rtol=0, atol=0, equal_nan=True)
+    assert expected.isnan().sum() == 512

@@ -227,7 +227,7 @@ def test_a_wrong_kernel_is_found(make: Any, name: str, value: Any, monkeypatch: 
 
 @torch.no_grad()
 def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantised matrices go to Triton where it runs, else to the reference; the CPU kernel reads plain ones."""
+    """Quantised matrices go to Triton where it runs, else to the reference; the CPU kernel reads no FP8."""
     dispatch.CALLS.clear()
     arguments = case(fp8, 2, 6, 2, 16, 32)
     first = dispatch.expert_mlp(*arguments)

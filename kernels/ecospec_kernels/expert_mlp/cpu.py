@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numba
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from ecospec_kernels.blocks import (
     compiled,
     exp,
     matmul,
+    matmul_bf16,
     pack_row,
     plane_length,
     read_row,
@@ -20,8 +23,21 @@ from ecospec_kernels.blocks import (
     workspace,
     write_row,
 )  # fmt: skip
-from ecospec_kernels.expert_mlp.reference import SWIGLU, Gate
+from ecospec_kernels.expert_mlp.reference import E2M1, GROUP, SWIGLU, Gate, Mxfp4, exponents
 from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
+
+DECODED = (
+    GROUP  # rows of an MXFP4 matrix that are decoded at a time, into what stays in a cache; it has whole groups of them
+)
+
+
+@cache
+def _codes() -> np.ndarray:
+    """The two bf16 numbers, exactly, that a byte of MXFP4 holds under each scale: uint32 [256 scales, 256 bytes], first one low."""
+    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
+    scaled = exponents(torch.arange(256))[:, None] * numbers
+    bits = scaled.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    return np.ascontiguousarray(bits[:, None, :] | bits[:, :, None] << 16).reshape(-1)
 
 
 @numba.njit(nogil=True)
@@ -74,12 +90,44 @@ def _add_bias(row: int, columns: int, bias: int, bf16: bool, scratch: int) -> No
             out[i] += values[i]
 
 
+@numba.njit(nogil=True)
+def _decode(values: int, scales: int, groups: int, codes: int, out: int) -> None:
+    """`groups` groups of MXFP4 numbers -> bf16; `codes`: see `_codes`."""
+    given, scale, table = (
+        view(values, groups * 16, np.uint8),
+        view(scales, groups, np.uint8),
+        view(codes, 1 << 16, np.uint32),
+    )
+    words = view(out, groups * 16, np.uint32)
+    for g in range(groups):
+        first = np.int64(scale[g]) << 8
+        for i in range(16 * g, 16 * g + 16):
+            words[i] = table[first + given[i]]
+
+
+@numba.njit(nogil=True)
+def _product(w: int, scales: int, expert: int, rows: int, columns: int, bf16: bool, codes: int, decoded: int, x: int,
+             x_stride: int, plane: int, n: int, out: int) -> None:  # fmt: skip
+    """out [n, rows] (fp32) of an expert's matrix [rows, columns]: bf16 or fp32, or MXFP4 where it has `scales`."""
+    if not scales:
+        size = 2 if bf16 else 4
+        matmul(bf16, w + expert * rows * columns * size, columns * size, columns * size // 4, 0, rows,
+               x, x_stride, plane, n, out, 4 * rows)  # fmt: skip
+        return
+    groups = columns // GROUP
+    for first in range(expert * rows, (expert + 1) * rows, DECODED):
+        _decode(w + first * groups * 16, scales + first * groups, DECODED * groups, codes, decoded)
+        matmul_bf16(decoded, 2 * columns, columns // 2, 0, DECODED, x, x_stride, plane, n, out, 4 * rows)
+        out += 4 * DECODED
+
+
 @compiled
 def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int, experts: int, gate_up: int, down: int,
-             units: int, x_bf16: bool, w_bf16: bool, interleaved: bool, alpha: float, limit: float, shift: float,
-             gate_up_bias: int, down_bias: int, part: int, parts: int, y: int, scratch: int) -> bool:  # fmt: skip
+             units: int, gate_up_scales: int, down_scales: int, codes: int, x_bf16: bool, w_bf16: bool, b_bf16: bool,
+             interleaved: bool, alpha: float, limit: float, shift: float, gate_up_bias: int, down_bias: int, part: int, parts: int,
+             y: int, scratch: int) -> bool:  # fmt: skip
     """y [n * slots, hidden] (fp32): each pair's expert output, for every `parts`-th touched expert from `part` on."""
-    planes, size = 2 if w_bf16 else 1, 2 if w_bf16 else 4
+    planes, size = 2 if w_bf16 else 1, 2 if b_bf16 else 4
     in_plane, mid_plane = plane_length(hidden, planes), plane_length(units, planes)
     in_stride, mid_stride = 4 * planes * in_plane, 4 * planes * mid_plane
     starts, order = scratch, scratch + 8 * (experts + 2)  # the layout that _scratch_size counts
@@ -89,6 +137,7 @@ def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int,
     inner = packed_mid + n * mid_stride
     outer = inner + 8 * n * units
     bias = outer + 4 * n * hidden
+    decoded = bias + 4 * max(hidden, 2 * units)
     if not _sort_pairs(index, n * slots, experts, starts, order):
         return False
     begins, pair = view(starts, experts + 2, np.int64), view(order, n * slots, np.int64)
@@ -106,17 +155,17 @@ def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int,
             for i in range(rows):
                 read_row(x + pair[chunk + i] // slots * x_stride, hidden, x_bf16, row)
                 pack_row(row, hidden, planes, packed_in + i * in_stride)
-            matmul(w_bf16, gate_up + e * 2 * units * hidden * size, hidden * size, hidden // planes, 0, 2 * units,
-                   packed_in, in_stride, in_plane, rows, inner, 8 * units)  # fmt: skip
+            _product(gate_up, gate_up_scales, e, 2 * units, hidden, w_bf16, codes, decoded,
+                     packed_in, in_stride, in_plane, rows, inner)  # fmt: skip
             for i in range(rows):
                 at = inner + 8 * i * units
-                _add_bias(at, 2 * units, gate_up_bias and gate_up_bias + e * 2 * units * size, w_bf16, bias)
+                _add_bias(at, 2 * units, gate_up_bias and gate_up_bias + e * 2 * units * size, b_bf16, bias)
                 _gated(at, units, interleaved, alpha, limit, shift, row)
                 pack_row(row, units, planes, packed_mid + i * mid_stride)
-            matmul(w_bf16, down + e * hidden * units * size, units * size, units // planes, 0, hidden,
-                   packed_mid, mid_stride, mid_plane, rows, outer, 4 * hidden)  # fmt: skip
+            _product(down, down_scales, e, hidden, units, w_bf16, codes, decoded,
+                     packed_mid, mid_stride, mid_plane, rows, outer)  # fmt: skip
             for i in range(rows):
-                _add_bias(outer + 4 * i * hidden, hidden, down_bias and down_bias + e * hidden * size, w_bf16, bias)
+                _add_bias(outer + 4 * i * hidden, hidden, down_bias and down_bias + e * hidden * size, b_bf16, bias)
                 write_row(outer + 4 * i * hidden, hidden, False, y + pair[chunk + i] * hidden * 4)
     return True
 
@@ -130,6 +179,7 @@ def _scratch_size(n: int, hidden: int, units: int, slots: int, experts: int) -> 
         + LANES
         + n * (2 * hidden + 3 * units + 4 * LANES)
         + max(hidden, 2 * units)
+        + DECODED * max(hidden, units) // 2
     )
 
 
@@ -153,24 +203,31 @@ def _combine(y: int, n: int, hidden: int, index: int, weights: int, slots: int, 
 
 
 def expert_mlp(
-    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor, down: Tensor, gate: Gate = SWIGLU,
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Tensor | Mxfp4, down: Tensor | Mxfp4, gate: Gate = SWIGLU,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Same contract as the reference; see `dispatch.supports_experts` for what it takes."""
     n, hidden = hidden_ND.shape
-    slots, experts, units = index_NK.size(1), gate_up.size(0), down.size(2)
-    x_bf16, w_bf16 = hidden_ND.dtype == torch.bfloat16, gate_up.dtype == torch.bfloat16
+    slots, (experts, _, units) = index_NK.size(1), down.shape
+    if isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4):
+        addresses = gate_up.values.data_ptr(), down.values.data_ptr()
+        scales, codes, w_bf16 = (gate_up.scales.data_ptr(), down.scales.data_ptr()), _codes().ctypes.data, True
+    else:
+        addresses = gate_up.data_ptr(), down.data_ptr()  # type: ignore[union-attr]
+        scales, codes, w_bf16 = (0, 0), 0, gate_up.dtype == torch.bfloat16  # type: ignore[union-attr]
+    x_bf16 = hidden_ND.dtype == torch.bfloat16
+    b_bf16 = any(bias is not None and bias.dtype == torch.bfloat16 for bias in (gate_up_bias, down_bias))
     y = torch.empty((n * slots, hidden), dtype=torch.float32)
     out = torch.empty_like(hidden_ND)
     index = index_NK.data_ptr()
     arguments = (
         hidden_ND.data_ptr(), hidden_ND.stride(0) * (2 if x_bf16 else 4), n, hidden, index, slots, experts,
-        gate_up.data_ptr(), down.data_ptr(), units, x_bf16, w_bf16, *gate,
+        *addresses, units, *scales, codes, x_bf16, w_bf16, b_bf16, *gate,
         0 if gate_up_bias is None else gate_up_bias.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(),
     )  # fmt: skip
     size = _scratch_size(n, hidden, units, slots, experts)
     address, threads = y.data_ptr(), torch.get_num_threads()
-    if threads == 1 or slots * 3 * units * hidden * gate_up.element_size() < SPLIT_BYTES:
+    if threads == 1 or slots * 3 * units * hidden * (2 if w_bf16 else 4) < SPLIT_BYTES:
         known = _experts(*arguments, 0, 1, address, workspace(size))
     else:
         parts = pool(threads).map(lambda p: _experts(*arguments, p, threads, address, workspace(size)), range(threads))
