@@ -149,6 +149,16 @@ def test_only_what_is_mxfp4_can_stay_so(
     assert loaded.kind == "eagle3", "of a drafter it means auto"
 
 
+def test_bfloat16_on_a_cpu_is_that_of_the_dequantised_experts_bit_for_bit(in_bf16: Path) -> None:
+    pytest.importorskip("numba")
+    tokens, hidden = torch.tensor(PROMPT), []
+    for dtype in ("mxfp4", "bfloat16"):
+        target = Target.from_pretrained(in_bf16, dtype)
+        assert target.dtype == BF16 and dtype_name(target) == dtype
+        hidden.append(target.forward(tokens, torch.arange(len(tokens)), None, target.new_cache()).hidden)
+    assert torch.equal(*hidden)
+
+
 @under_interpreter
 @torch.no_grad()
 def test_many_rows_go_through_the_triton_kernel_in_pieces(packed: Target, monkeypatch: pytest.MonkeyPatch) -> None:
