@@ -23,11 +23,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ecospec_kernels import dispatch
 from ecospec_kernels.expert_mlp.reference import Fp8, Gate, module_experts
+from ecospec_kernels.group_router.reference import Rule
 from ecospec_kernels.pages import use_huge_pages
+from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.console import note
 from ecospec_runtime.placement import one_piece
 
 NAME, SINKS = "ecospec", "ecospec_sinks"
+LATENT = ("DeepseekV3Attention", "Glm4MoeLiteAttention", "YoutuAttention")  # whose forward is the same
 
 
 def gate_of(module: Any) -> Gate | None:
@@ -169,25 +172,93 @@ def _top_k_router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Ten
     return logits, scores.to(logits.dtype), index
 
 
+def _group_router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The routers of DeepSeek-V3 and its kin, whose weights are float32."""
+    logits = dispatch.linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
+    rule = Rule(self.top_k, self.num_group, self.topk_group, self.norm_topk_prob, self.routed_scaling_factor)
+    return logits, *dispatch.group_router(logits, self.e_score_correction_bias, rule)
+
+
+def _latent_forward(
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor | None,
+    cache: Any = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Latent attention of one sequence's few rows, by the op; other calls go to the module's own code."""
+    modules: dict[str, Any] = self._modules
+    up, norm, n = modules["kv_b_proj"].weight, modules["kv_a_layernorm"], hidden_states.size(1)
+    mask = attention_mask if attention_mask is None else attention_mask[0, 0]
+    if hidden_states.size(0) == 1 and (n == 1 if mask is None else attention_mask.size(1) == 1):  # type: ignore[union-attr]
+        rows = hidden_states[0]
+        if self.q_lora_rank is None:
+            q = modules["q_proj"](rows)
+        else:
+            q = modules["q_b_proj"](modules["q_a_layernorm"](modules["q_a_proj"](rows)))
+        q, compressed = q.view(n, -1, self.qk_head_dim), modules["kv_a_proj_with_mqa"](rows)
+        cos, sin = position_embeddings[0][0], position_embeddings[1][0]
+        if dispatch.supports_latent(q, compressed, cos, up, mask):
+            interleaved = bool(self.config.rope_interleave)
+            latent, key = dispatch.latent_rows(
+                q, compressed, norm.weight, norm.variance_epsilon, cos, sin, interleaved, supported=True
+            )
+            if cache is not None:
+                latent, key = (part[0, 0] for part in cache.update(latent[None, None], key[None, None], self.layer_idx))
+            out = dispatch.latent_attention(q, latent, key, up, mask, self.scaling, supported=True)
+            return modules["o_proj"](out.view(1, n, -1)), None
+    return super(type(self), self).forward(  # type: ignore[no-any-return]
+        hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, cache=cache, **kwargs
+    )
+
+
+def _routed(output: Any) -> Any:
+    """A router's output with its weights by expert: routers need not sort."""
+    logits, weights, index = output
+    return logits, torch.zeros(logits.shape).scatter(-1, index, weights.float())
+
+
+def _attended(output: Any) -> Any:
+    """An attention module's output without what only some of its functions return."""
+    return output[0]
+
+
+def _few_rows(module: Any) -> dict[str, Any]:
+    """Arguments for an attention module: three rows after nine others."""
+    shown = torch.ones(3, 12, dtype=torch.bool).tril(9)
+    angles = torch.arange(9, 12)[:, None] * torch.linspace(0.1, 1.0, module.qk_rope_head_dim // 2)
+    cache, dtype, generator = TargetCache(), module.o_proj.weight.dtype, torch.Generator().manual_seed(1)
+    widths = module.kv_lora_rank, module.qk_rope_head_dim
+    cache.inner.update(*(torch.randn(1, 1, 9, w, generator=generator).to(dtype) for w in widths), module.layer_idx)
+    mask = torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
+    tables = (table.repeat(1, 2)[None].to(dtype) for table in (angles.cos(), angles.sin()))
+    return {"position_embeddings": tuple(tables), "attention_mask": mask[None, None], "cache": cache.inner}
+
+
 def _same(left: Any, right: Any) -> bool:
-    """Whether two outputs agree within a few bf16 roundings."""
+    """Whether two outputs agree within a few bf16 roundings, measured on the whole of each."""
     if isinstance(left, tuple) or isinstance(right, tuple):
         return type(left) is type(right) and len(left) == len(right) and all(map(_same, left, right))
-    return bool(left.shape == right.shape and left.dtype == right.dtype and torch.allclose(left, right, 0.02, 0.01))
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return bool((left.float() - right.float()).norm() <= 0.02 * left.float().norm())
 
 
-def _swap(module: nn.Module, forward: Any, width: int, cache: dict[type, type | None]) -> None:
-    """Give `module` this forward if it computes what its own does, tried once per class on random rows."""
+def _swap(module: nn.Module, forward: Any, width: int, known: dict[type, type | None], view: Any = lambda output: output,
+          more: Any = lambda module: {}) -> None:  # fmt: skip
+    """Give `module` this forward if it computes what its own does, tried once per class on random rows.
+
+    `view`: what counts of an output; `more`: further arguments.
+    """
     kind = type(module)
-    if kind not in cache:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(1, 3, width, generator=generator).to(next(module.parameters()).dtype)
+    if kind not in known:
+        x = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0)).to(next(module.parameters()).dtype)
+        changed = type(kind.__name__, (kind,), {"forward": forward})
         try:
-            equal = _same(module(x), forward(module, x))
+            expected = view(module(x, **more(module)))
+            module.__class__ = changed
+            known[kind] = changed if _same(expected, view(module(x, **more(module)))) else None
         except (TypeError, AttributeError, RuntimeError):
-            equal = False
-        cache[kind] = type(kind.__name__, (kind,), {"forward": forward}) if equal else None
-    if replacement := cache[kind]:
+            known[kind] = None
+        module.__class__ = kind
+    if replacement := known[kind]:
         module.__class__ = replacement
 
 
@@ -215,8 +286,10 @@ def _attention(model: Any) -> None:
 
 
 @torch.no_grad()
-def install(model: Any, device: str | torch.device | None = None) -> None:
+def install(model: Any, device: str | torch.device | None = None, exact: bool = True) -> None:
     """Install the kernels that fit this model on `device` (default: where it is); safe to call twice.
+
+    `exact` False, for a drafter: float32 need not keep torch's operations.
 
     Layers that stay quantised keep their own functions, but for FP8 experts where Triton runs. A model that is sharded or
     offloaded gets the experts function only.
@@ -242,7 +315,7 @@ def install(model: Any, device: str | torch.device | None = None) -> None:
     for module in model.modules():
         if getattr(module, "is_transposed", False) and "gate_up_proj" in module._parameters:
             _arrange(module)
-    if model.dtype != torch.bfloat16:
+    if exact and model.dtype != torch.bfloat16:
         return
     _attention(model)
     classes: dict[type, type | None] = {}
@@ -255,3 +328,7 @@ def install(model: Any, device: str | torch.device | None = None) -> None:
             _swap(module, _norm_forward, module.weight.numel(), classes)
         elif type(module).__name__.endswith("TopKRouter") and hasattr(module, "norm_topk_prob"):
             _swap(module, _top_k_router_forward, module.weight.size(-1), classes)
+        elif type(module).__name__.endswith("TopkRouter") and hasattr(module, "e_score_correction_bias"):
+            _swap(module, _group_router_forward, module.weight.size(-1), classes, _routed)
+        elif type(module).__name__ in LATENT:
+            _swap(module, _latent_forward, module.kv_a_proj_with_mqa.in_features, classes, _attended, _few_rows)

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, modeling_layers
 
-from ecospec_kernels.draft_propose.reference import Proposals, best_tokens
+from ecospec_kernels import dispatch
+from ecospec_kernels.draft_propose.reference import Proposals
 from ecospec_kernels.draft_tree.reference import Shape, grow, noise_of
 from ecospec_runtime import compute
 from ecospec_runtime.cache import GrowingLayer, TargetCache, cache_argument
@@ -147,7 +148,8 @@ class MtpDrafter(TreeDrafter):
 
         def propose(level: int, states_nH: Tensor) -> Proposals:
             width = min(config.width, len(self._ids))
-            return best_tokens(self._logits(states_nH), width, temperatures, noise_of(level, noise))
+            found: Proposals = dispatch.best_tokens(self._logits(states_nH), width, temperatures, noise_of(level, noise))
+            return found
 
         def step(level: int, ids_b: NDArray[np.int64], h_bH: Tensor, seen_be: NDArray[np.bool_]) -> Tensor:
             positions = torch.full((len(ids_b),), past + level, device=self._device)
@@ -232,7 +234,7 @@ def load_mtp(folder: Path, source: str, target: Any, dtype: str = "auto") -> Mtp
              "shared_head.head.weight": target.model.get_output_embeddings()}  # fmt: skip
     reader.check_shared(lambda name: whole_weight(heads[name]))
     module = _build(target, settings, where, kept, reader)
-    compute.install(module)
+    compute.install(module, exact=False)
     drafter = MtpDrafter(module, target, folder, where)
     _draft_once(drafter, target, where)
     return drafter

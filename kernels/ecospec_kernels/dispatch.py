@@ -218,6 +218,42 @@ def fast_attention(*arguments: Any) -> Tensor | None:
     return _choose("tree_attention", True, fused).tree_attention(*arguments)  # type: ignore[no-any-return]
 
 
+def supports_latent(q_nHD: Tensor, compressed_nC: Tensor, cos_nR: Tensor, up_OL: Tensor, mask_nJ: Tensor | None) -> bool:
+    """Whether the CPU kernels of `latent_attention` take this call: all of one dtype, up to MAX_ROWS rows, dense but for masks."""
+    dtype, dim, latent = q_nHD.dtype, cos_nR.size(1), up_OL.size(1)
+    return (
+        ENABLED and _plain(q_nHD) and 0 < q_nHD.size(0) <= MAX_ROWS and not torch.is_grad_enabled()
+        and dtype is compressed_nC.dtype is cos_nR.dtype is up_OL.dtype and compressed_nC.size(1) == latent + dim
+        and q_nHD.is_contiguous() and compressed_nC.is_contiguous() and up_OL.is_contiguous() and cos_nR.stride(1) == 1
+        and dim % 2 == 0 and _columns(dim, dtype) and _columns(latent, dtype) and q_nHD.size(2) > dim
+        and up_OL.size(0) // q_nHD.size(1) >= q_nHD.size(2) - dim + 8
+        and (mask_nJ is None or (mask_nJ.stride(1) == 1 and (mask_nJ.dtype is torch.bool or _plain(mask_nJ))))
+    )  # fmt: skip
+
+
+def latent_rows(q_nHD: Tensor, *rest: Any, supported: bool) -> tuple[Tensor, Tensor]:
+    """What a pass adds to a cache of latents; see `latent_attention/reference.py`. `supported`: what `supports_latent` said."""
+    return _module("latent_attention", "cpu" if supported else "reference").latent_rows(q_nHD, *rest)  # type: ignore[no-any-return]
+
+
+def latent_attention(q_nHD: Tensor, *rest: Any, supported: bool) -> Tensor:
+    """Attention of n rows over latents -> [n, H, V]; see `latent_attention/reference.py`."""
+    return _choose("latent_attention", supported).latent_attention(q_nHD, *rest)  # type: ignore[no-any-return]
+
+
+def group_router(logits_nE: Tensor, bias_E: Tensor, rule: Any) -> tuple[Tensor, Tensor]:
+    """Weights and expert ids of n rows -> [n, K] twice; see `group_router/reference.py`."""
+    both = logits_nE, bias_E
+    dense = all(t.is_cpu and t.dtype is torch.float32 and t.is_contiguous() for t in both)
+    return _choose("group_router", ENABLED and dense and not torch.is_grad_enabled()).group_router(*both, rule)  # type: ignore[no-any-return]
+
+
+def best_tokens(logits_nV: Tensor, width: int, temperatures: tuple[float, ...], noise: Tensor | None = None) -> Any:
+    """The best tokens of n states -> `Proposals`; see `draft_propose/reference.py`."""
+    cpu = ENABLED and _plain(logits_nV) and logits_nV.numel() > 0 and not torch.is_grad_enabled()
+    return _choose("draft_propose", cpu).best_tokens(logits_nV, width, temperatures, noise)
+
+
 def supports_draft(matrices: tuple[Tensor, ...], head_dim: int, rows: Tensor, embedding: Tensor) -> bool:
     """Whether the CPU kernels of `draft_rows` and `draft_tree` take these matrices (one dtype), rows and embedding."""
     fits = rows.is_cpu and rows.dtype is torch.float32 and _plain(embedding) and embedding.is_contiguous()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ecospec_kernels import dispatch
 from ecospec_kernels.expert_mlp.reference import Gate, Mxfp4
+from ecospec_kernels.group_router.reference import Rule
 
 from .cases import BF16, FP16, FP32, assert_near, mxfp4, random, routing
 
@@ -19,17 +20,20 @@ pytest.importorskip("numba")
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 
 
-def op(name: str, implementation: str) -> Any:
+def op(name: str, implementation: str, folder: str = "") -> Any:
     """The function of one implementation."""
-    return getattr(importlib.import_module(f"ecospec_kernels.{name}.{implementation}"), name)
+    return getattr(importlib.import_module(f"ecospec_kernels.{folder or name}.{implementation}"), name)
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every output starts as NaN: an element that a kernel does not write is found."""
-    empty, empty_like = torch.empty, torch.empty_like
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
+    """Every output starts as NaN, or -1: an element that a kernel does not write is found."""
+
+    def poisoned(made: Any) -> Any:
+        return lambda *a, **k: (out := made(*a, **k)).fill_(float("nan") if out.is_floating_point() else -1)
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
 
 
 @DTYPES
@@ -164,10 +168,101 @@ def test_values_of_another_width(value_dim: int) -> None:
     assert result.shape == (5, 4, value_dim)
 
 
-@pytest.mark.parametrize("name", ["few_row_linear", "expert_mlp"])
+def latent_case(n: int, cached: int, heads: int, dims: tuple[int, int, int, int], dtype: torch.dtype) -> Any:
+    """Inputs of `latent_attention` but the mask; dims: plain and rotated part of a key, latent, value. Caches are strided."""
+    plain, rotated, latent, values = dims
+    cache = random(2, cached, latent + rotated, dtype=dtype)
+    up = random(3, heads * (plain + values), latent, dtype=dtype, scale=latent**-0.5)
+    return random(1, n, heads, plain + rotated, dtype=dtype), cache[:, :latent], cache[:, latent:], up
+
+
+LATENT_DIMS = [(1, 3, 4, (16, 16, 32, 16)), (3, 77, 2, (7, 18, 34, 9)), (5, 130, 6, (64, 32, 128, 40)),
+               (64, 70, 1, (16, 128, 128, 64))]  # fmt: skip
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["none", "bool", "bf16", "fp32"])
+@pytest.mark.parametrize(("n", "cached", "heads", "dims"), LATENT_DIMS)
+def test_latent_attention(
+    n: int, cached: int, heads: int, dims: tuple[int, int, int, int], kind: str, dtype: torch.dtype
+) -> None:
+    q, latent, key, up = latent_case(n, cached, heads, dims, dtype)
+    shown = torch.rand(n, cached, generator=torch.Generator().manual_seed(4)) < 0.6
+    shown[:, 0] = True
+    mask = None if kind == "none" else attention_masks(shown)[kind]
+    result = op("latent_attention", "cpu")(q, latent, key, up, mask, 0.3)
+    assert_near(result, op("latent_attention", "reference")(q, latent, key, up, mask, 0.3), 2e-6 if dtype is FP32 else 1e-4)
+    for i in range(n):  # a row by itself, with only the keys it may see in the cache
+        seen = torch.arange(cached) if mask is None else shown[i].nonzero()[:, 0]
+        alone = op("latent_attention", "cpu")(q[i : i + 1], latent[seen], key[seen], up, None, 0.3)
+        assert torch.equal(alone[0], result[i])
+
+
+def test_latents_that_no_row_sees_are_not_read() -> None:
+    q, latent, key, up = latent_case(4, 40, 2, (16, 16, 32, 16), BF16)
+    shown = torch.ones(4, 40, dtype=torch.bool).tril(30)
+    shown[2] = False  # a row that sees nothing is zero
+    latent[34:], key[34:] = float("nan"), float("nan")
+    result = op("latent_attention", "cpu")(q, latent, key, up, shown, 0.3)
+    expected = op("latent_attention", "reference")(q, latent[:34], key[:34], up, shown[:, :34], 0.3)
+    assert_near(result, expected, 1e-4)
+    assert not result[2].any()
+
+
+@DTYPES
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("n", [1, 5])
+def test_latent_rows(n: int, interleaved: bool, dtype: torch.dtype) -> None:
+    """Only the rotated part of q changes; heads and rows are those that each would get alone."""
+    plain, rotated, latent = 7, 18, 34
+    q, compressed = random(1, n, 3, plain + rotated, dtype=dtype), random(2, n, latent + rotated, dtype=dtype)
+    angles = random(3, n, rotated // 2).repeat(1, 2)
+    rest = random(4, latent, dtype=dtype), 1e-6, angles.cos().to(dtype), angles.sin().to(dtype), interleaved
+    given, expected = q.clone(), q.clone()
+    both = op("latent_rows", "cpu", "latent_attention")(given, compressed, *rest)
+    for ours, theirs in zip((given, *both), (expected, *op("latent_rows", "reference", "latent_attention")(expected, compressed, *rest)), strict=True):
+        assert_near(ours, theirs)
+    assert torch.equal(given[..., :plain], q[..., :plain])
+    assert not torch.equal(given[..., plain:], q[..., plain:])
+
+
+@pytest.mark.parametrize(("experts", "groups", "kept", "top_k"), [(32, 4, 2, 4), (8, 1, 1, 3), (16, 8, 3, 6), (256, 8, 4, 8)])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_group_router(experts: int, groups: int, kept: int, top_k: int, normalise: bool) -> None:
+    rule = Rule(top_k, groups, kept, normalise, 2.5)
+    logits, bias = random(1, 33, experts, scale=3), random(2, experts, scale=0.5)
+    weights, index = op("group_router", "cpu")(logits, bias, rule)
+    expected, chosen = op("group_router", "reference")(logits, bias, rule)
+    assert torch.equal(index, chosen)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(index.sort().values, logits.topk(top_k).indices.sort().values)
+    alone = op("group_router", "cpu")(logits[7:8], bias, rule)
+    assert torch.equal(alone[0][0], weights[7]) and torch.equal(alone[1][0], index[7])
+    broken = op("group_router", "cpu")(torch.full_like(logits, float("nan")), bias, rule)[1]
+    assert broken.min() >= 0 and broken.max() < experts  # the caller finds the NaN; nothing is read beyond the experts
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_best_tokens(noisy: bool, dtype: torch.dtype) -> None:
+    logits, noise = random(1, 3, 77, dtype=dtype, scale=3), random(2, 77) if noisy else None
+    logits[1, 5:] = -torch.inf  # fewer finite ones than are asked for
+    given = logits.clone()
+    result, expected = (op("best_tokens", kind, "draft_propose")(logits, 8, (0.5, 1.0), noise) for kind in ("cpu", "reference"))
+    assert torch.equal(logits, given)
+    for ours, theirs in zip(result, expected, strict=True):
+        finite = slice(0, 3, 2) if theirs is expected.ids or theirs is expected.entropies else slice(None)
+        torch.testing.assert_close(ours[finite], theirs[finite], rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == 8 for row in result.ids.tolist())
+
+
+@pytest.mark.parametrize("name", ["few_row_linear", "expert_mlp", "latent_attention"])
 def test_threads_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = experts_case(5, 12, 4, 32, BF16)
-    arguments = (random(1, 5, 64, dtype=BF16), random(2, 77, 64, dtype=BF16)) if name == "few_row_linear" else case
+    arguments = {
+        "few_row_linear": (random(1, 5, 64, dtype=BF16), random(2, 77, 64, dtype=BF16)),
+        "expert_mlp": experts_case(5, 12, 4, 32, BF16),
+        "latent_attention": (*latent_case(5, 40, 7, (16, 16, 32, 16), BF16), None, 0.3),
+    }[name]
     one = op(name, "cpu")(*arguments)
     monkeypatch.setattr(f"ecospec_kernels.{name}.cpu.SPLIT_BYTES", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)

@@ -20,8 +20,8 @@ def _best(logits: int, vocabulary: int, width: int, top: int, ids: int) -> None:
     place[:] = 0
     floor = np.float32(-np.inf)
     for i in range(vocabulary):
-        if x[i] > floor:
-            j = width - 1
+        if x[i] > floor or (i < width and x[i] == x[i]):  # -inf too, while there is room
+            j = min(i, width - 1)
             while j > 0 and x[i] > value[j - 1]:
                 value[j], place[j] = value[j - 1], place[j - 1]
                 j -= 1
@@ -51,18 +51,9 @@ def _sums(logits: int, vocabulary: int, top: float, temperature: float) -> tuple
 
 
 @compiled
-def propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: int, bf16: bool, vocabulary: int,
-             width: int, temperatures: int, t_count: int, noise: int, noise_stride: int, log_probs: int, ids: int,
-             entropies: int, normalizers: int, scratch: int) -> None:  # fmt: skip
-    """All outputs dense; `norm` 0: the states are normed already; `noise` 0: none, else `noise_stride` bytes from one state's to
-    the next's. `scratch`: see `scratch_size`."""
-    normed = scratch if norm else states
-    packed = scratch + n * hidden * 4
-    logits = packed + n * (hidden + 2 * LANES) * 4
-    if norm:
-        for t in range(n):
-            rms(states + t * hidden * 4, norm, hidden, eps, normed + t * hidden * 4)
-    product(normed, n, hidden, lm_head, bf16, vocabulary, packed, logits)
+def describe(logits: int, n: int, vocabulary: int, width: int, temperatures: int, t_count: int, noise: int,
+             noise_stride: int, log_probs: int, ids: int, entropies: int, normalizers: int) -> None:  # fmt: skip
+    """What `propose` says of given logits, fp32, to which it adds the noise."""
     entropy, tau = view(entropies, n, np.float32), view(temperatures, t_count, np.float64)
     for t in range(n):
         row, best = logits + t * vocabulary * 4, log_probs + t * width * 4
@@ -82,9 +73,41 @@ def propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: in
             out[k] = np.log(total) - log_total / tau[k]
 
 
+@compiled
+def propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: int, bf16: bool, vocabulary: int,
+             width: int, temperatures: int, t_count: int, noise: int, noise_stride: int, log_probs: int, ids: int,
+             entropies: int, normalizers: int, scratch: int) -> None:  # fmt: skip
+    """All outputs dense; `norm` 0: the states are normed already; `noise` 0: none, else `noise_stride` bytes from one state's to
+    the next's. `scratch`: see `scratch_size`."""
+    normed = scratch if norm else states
+    packed = scratch + n * hidden * 4
+    logits = packed + n * (hidden + 2 * LANES) * 4
+    if norm:
+        for t in range(n):
+            rms(states + t * hidden * 4, norm, hidden, eps, normed + t * hidden * 4)
+    product(normed, n, hidden, lm_head, bf16, vocabulary, packed, logits)
+    describe(logits, n, vocabulary, width, temperatures, t_count, noise, noise_stride, log_probs, ids, entropies, normalizers)
+
+
 def scratch_size(n: int, hidden: int, vocabulary: int) -> int:
     """fp32 numbers that `propose` needs."""
     return n * (2 * hidden + 2 * LANES + vocabulary)
+
+
+def _room(n: int, width: int, temperatures: int) -> Proposals:
+    """Proposals to be filled in."""
+    ids = torch.empty((n, width), dtype=torch.int64)
+    return Proposals(torch.empty((n, width)), ids, torch.empty(n), torch.empty((n, temperatures)))
+
+
+def best_tokens(
+    logits_nV: Tensor, width: int, temperatures: tuple[float, ...], noise: Tensor | None = None
+) -> Proposals:  # fmt: skip
+    """Same contract as the reference."""
+    logits = (logits_nV.float() if noise is None else logits_nV.float() + noise).contiguous()
+    tau, result = np.array(temperatures, np.float64), _room(len(logits), width, len(temperatures))
+    describe(logits.data_ptr(), *logits.shape, width, tau.ctypes.data, len(tau), 0, 0, *(p.data_ptr() for p in result))
+    return result
 
 
 def draft_propose(
@@ -94,15 +117,12 @@ def draft_propose(
     """Same contract as the reference; noise dense."""
     n, hidden = states_nH.shape
     vocabulary, count = lm_head_VH.shape[0], len(temperatures)
-    states, tau = states_nH.contiguous(), np.array(temperatures, np.float64)
-    result = Proposals(
-        torch.empty((n, width)), torch.empty((n, width), dtype=torch.int64), torch.empty(n), torch.empty((n, count))
-    )
+    states, tau, result = states_nH.contiguous(), np.array(temperatures, np.float64), _room(n, width, count)
     propose(
         states.data_ptr(), n, hidden, 0 if norm_H is None else norm_H.data_ptr(), eps, lm_head_VH.data_ptr(),
         lm_head_VH.dtype == torch.bfloat16, vocabulary, width, tau.ctypes.data, count,
-        0 if noise is None else noise.data_ptr(), 0 if noise is None or noise.dim() == 1 else 4 * vocabulary, result.log_probs.data_ptr(),
-        result.ids.data_ptr(), result.entropies.data_ptr(), result.log_normalizers.data_ptr(),
+        0 if noise is None else noise.data_ptr(), 0 if noise is None or noise.dim() == 1 else 4 * vocabulary,
+        *(part.data_ptr() for part in result),
         workspace(scratch_size(n, hidden, vocabulary)),
     )  # fmt: skip
     return result

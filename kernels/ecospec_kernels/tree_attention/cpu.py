@@ -31,7 +31,7 @@ NO_MASK, BOOL_MASK, BF16_MASK, FP32_MASK = range(4)
 
 
 @numba.njit(nogil=True)
-def _bias(mask: int, kind: int, j: int) -> np.float32:
+def bias_of(mask: int, kind: int, j: int) -> np.float32:
     """Additive mask of one key; MASKED or less hides it."""
     if kind == NO_MASK:
         return np.float32(0.0)
@@ -43,7 +43,7 @@ def _bias(mask: int, kind: int, j: int) -> np.float32:
 
 
 @numba.njit(nogil=True, fastmath={"contract", "reassoc"})
-def _softmax(scores: int, kept: int, sink: np.float32) -> None:
+def softmax(scores: int, kept: int, sink: np.float32) -> None:
     """Softmax in place over `kept` fp32 numbers and a sink, which gets no value; -inf is none."""
     p = view(scores, kept, np.float32)
     top = max(p[0], sink)
@@ -96,12 +96,12 @@ def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v:
                 score = view(line, keys, np.float32)
                 kept = 0
                 for j in range(keys):
-                    bias = _bias(mask + t * mask_row, mask_kind, j)
+                    bias = bias_of(mask + t * mask_row, mask_kind, j)
                     if bias > MASKED:
                         score[kept] = score[j] * np.float32(scale) + bias
                         index[kept] = j
                         kept += 1
-                _softmax(line, kept, sink)
+                softmax(line, kept, sink)
                 _add_values(row, v + g * v_head, v_row, kept_keys, line, kept, value_dim)
                 write_row(row, value_dim, True, out + (t * heads + g * share + h) * value_dim * 2)
 
@@ -111,28 +111,38 @@ def _scratch_size(n: int, share: int, keys: int, dim: int, value_dim: int) -> in
     return 2 * keys + max(dim, value_dim) + n * share * (dim + 2 * LANES + keys)
 
 
+def pad_keys(n: int, mask_nJ: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Mask and cached rows `[..., J, D]` of n queries, with hidden keys up to a BLOCK."""
+    keys = rows[0].shape[-2]
+    shown = torch.ones((n, keys), dtype=torch.bool) if mask_nJ is None else mask_nJ
+    padding = (0, BLOCK - keys)
+    mask = torch.nn.functional.pad(shown, padding, value=False if shown.dtype == torch.bool else -torch.inf)
+    return mask, *(torch.nn.functional.pad(x, (0, 0, *padding)) for x in rows)
+
+
+def mask_arguments(mask_nJ: Tensor | None) -> tuple[int, int, int]:
+    """Address, bytes from row to row, and kind."""
+    if mask_nJ is None:
+        return 0, 0, NO_MASK
+    kind = {torch.bool: BOOL_MASK, torch.bfloat16: BF16_MASK, torch.float32: FP32_MASK}[mask_nJ.dtype]
+    return mask_nJ.data_ptr(), mask_nJ.stride(0) * mask_nJ.element_size(), kind
+
+
 def tree_attention(
     q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
 ) -> Tensor:
     """Same contract as the reference; see `dispatch.supports_attention` for what it takes."""
     heads, n, dim = q_HnD.shape
     groups, keys, value_dim = v_GJD.shape
-    if keys < BLOCK:  # pad with hidden keys
-        shown = torch.ones((n, keys), dtype=torch.bool) if mask_nJ is None else mask_nJ
-        padding = (0, BLOCK - keys)
-        mask_nJ = torch.nn.functional.pad(shown, padding, value=False if shown.dtype == torch.bool else -torch.inf)
-        k_GJD, v_GJD = (torch.nn.functional.pad(x, (0, 0, *padding)) for x in (k_GJD, v_GJD))
+    if keys < BLOCK:
+        mask_nJ, k_GJD, v_GJD = pad_keys(n, mask_nJ, k_GJD, v_GJD)
         keys = BLOCK
     out = torch.empty((n, heads, value_dim), dtype=torch.bfloat16)
     sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
     q_head, q_row, _ = q_HnD.stride()
     k_head, k_row, _ = k_GJD.stride()
     v_head, v_row, _ = v_GJD.stride()
-    mask, mask_row, kind = 0, 0, NO_MASK
-    if mask_nJ is not None:
-        kind = {torch.bool: BOOL_MASK, torch.bfloat16: BF16_MASK, torch.float32: FP32_MASK}[mask_nJ.dtype]
-        mask, mask_row = mask_nJ.data_ptr(), mask_nJ.stride(0) * mask_nJ.element_size()
     _attend(q_HnD.data_ptr(), 2 * q_head, 2 * q_row, k_GJD.data_ptr(), 2 * k_head, 2 * k_row, v_GJD.data_ptr(),
-            2 * v_head, 2 * v_row, mask, mask_row, kind, heads, groups, n, keys, dim, value_dim, scale,
+            2 * v_head, 2 * v_row, *mask_arguments(mask_nJ), heads, groups, n, keys, dim, value_dim, scale,
             0 if sinks_H is None else sinks_H.data_ptr(), out.data_ptr(), workspace(_scratch_size(n, heads // groups, keys, dim, value_dim)))  # fmt: skip
     return out

@@ -1,0 +1,1 @@
+"""The op `group_router`; call it through `ecospec_kernels.dispatch`."""

@@ -1,0 +1,1 @@
+"""The op `latent_attention`; call it through `ecospec_kernels.dispatch`."""
