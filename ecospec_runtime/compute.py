@@ -175,8 +175,14 @@ def _top_k_router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Ten
 def _group_router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The routers of DeepSeek-V3 and its kin, whose weights are float32."""
     logits = dispatch.linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
-    rule = Rule(self.top_k, self.num_group, self.topk_group, self.norm_topk_prob, self.routed_scaling_factor)
-    return logits, *dispatch.group_router(logits, self.e_score_correction_bias, rule)
+    return logits, *dispatch.group_router(logits, self.e_score_correction_bias, rule_of(self))
+
+
+def rule_of(router: Any) -> Rule:
+    """How one of these routers chooses."""
+    return Rule(
+        router.top_k, router.num_group, router.topk_group, router.norm_topk_prob, router.routed_scaling_factor
+    )
 
 
 def _latent_forward(

@@ -161,9 +161,10 @@ def drafted(drafter: Any, target: Any, count: int = 24) -> Pool:
     return drafter.expand(told(drafter, target, tokens), int(tokens[-1]), POOL, (0.7,))
 
 
-def deepseek_family(folder: Path) -> Family:
+def deepseek_family(folder: Path, **settings: Any) -> Family:
     """DeepSeek-V3: MLA, a dense first layer, groups of experts, a shared expert."""
-    return Family(folder, DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON, **MLA, num_key_value_heads=4))
+    config = DeepseekV3Config(**{**COMMON, **MLA, "num_key_value_heads": 4, **settings})
+    return Family(folder, DeepseekV3ForCausalLM, config)
 
 
 def glm_family(folder: Path) -> Family:

@@ -28,12 +28,14 @@ from transformers import AutoConfig, modeling_layers
 from ecospec_kernels import dispatch
 from ecospec_kernels.draft_propose.reference import Proposals
 from ecospec_kernels.draft_tree.reference import Shape, grow, noise_of
+from ecospec_kernels.mtp_layer.reference import MtpWeights
 from ecospec_runtime import compute
 from ecospec_runtime.cache import GrowingLayer, TargetCache, cache_argument
 from ecospec_runtime.checkpoint import DTYPES, fingerprint, read_config
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.drafters.base import TreeDrafter, shared_noise
 from ecospec_runtime.drafters.mtp_layout import LayerNames, LayerReader, find_layer, stored_tensors
+from ecospec_runtime.drafters.mtp_weights import direct_weights
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.placement import whole_weight
 from ecospec_runtime.pool import Pool
@@ -102,6 +104,7 @@ class MtpDrafter(TreeDrafter):
         self._head = target.model.get_output_embeddings()
         self._rotary = copy.deepcopy(decoder.rotary_emb)  # some kinds change with the positions they see
         self._cache_name = cache_argument(module.layer)
+        self._direct = direct_weights(module.layer)
         self._device, self._dtype = target.device, module.dtype
         self._ids = np.arange(self._head.weight.shape[0])
         self.width: int = target.hidden_size
@@ -175,6 +178,8 @@ class MtpDrafter(TreeDrafter):
         n, k = seen_nk.shape
         ids = torch.as_tensor(tokens_n, device=self._device)
         embed = self._embedding(ids)[None].to(self._device, self._dtype)
+        if self._direct is not None and n <= dispatch.MAX_ROWS and len(cache):
+            return self._run_direct(self._direct, embed, h_nH, positions_n, seen_nk, cache)
         mask = torch.zeros(1, 1, n, len(cache) + n, dtype=self._dtype, device=self._device)
         mask[..., mask.shape[-1] - k :].masked_fill_(~seen_nk, torch.finfo(self._dtype).min)
         rope = tuple(part.to(self._device) for part in self._rotary(embed, positions_n[None]))
@@ -183,6 +188,19 @@ class MtpDrafter(TreeDrafter):
             position_ids=positions_n[None], **{self._cache_name: cache.inner},
         )  # fmt: skip
         return states[0]
+
+    def _run_direct(
+        self, w: MtpWeights, embed: Tensor, h_nH: Tensor, positions_n: Tensor, seen_nk: Tensor, cache: TargetCache
+    ) -> Tensor:  # fmt: skip
+        """`_run` by the `mtp_layer` op."""
+        n, k = seen_nk.shape
+        cos, sin = (part[0].float() for part in self._rotary(embed, positions_n[None]))
+        rows = (embed.new_empty(1, 1, n, width) for width in (len(w.latent_norm), cos.shape[1]))
+        latents, keys = cache.inner.update(*rows, 0)
+        mask = torch.ones(n, latents.shape[2], dtype=torch.bool)
+        mask[:, -k:] = seen_nk
+        inputs = embed[0].float(), h_nH.float(), cos, sin
+        return dispatch.mtp_layer(w, *inputs, latents[0, 0], keys[0, 0], mask, supported=True).to(self._dtype)
 
     def _logits(self, states_nH: Tensor) -> Tensor:
         """[n, V] of the target's output matrix."""

@@ -241,6 +241,26 @@ def latent_attention(q_nHD: Tensor, *rest: Any, supported: bool) -> Tensor:
     return _choose("latent_attention", supported).latent_attention(q_nHD, *rest)  # type: ignore[no-any-return]
 
 
+def supports_mtp(w: Any) -> bool:
+    """Whether the CPU kernel of `mtp_layer` takes these weights (see its `MtpWeights`); some rows must be cached."""
+    norms = (w.embedding_norm, w.hidden_norm, w.input_norm, w.post_norm, w.output_norm, w.latent_norm, w.router, w.router_bias)
+    matrices = [w.project, w.q_up, w.compress, w.up, w.out, w.gate_up, w.down, w.shared_gate, w.shared_up, w.shared_down]
+    matrices += [] if w.q_down is None else [w.q_down]
+    dim = w.compress.size(0) - w.up.size(1)
+    return (
+        ENABLED and all(t.is_cpu and t.dtype is torch.float32 and t.is_contiguous() for t in norms) and w.router.size(0) >= 8
+        and all(_plain(m) and m.is_contiguous() and m.dtype is w.up.dtype for m in matrices)
+        and all(_columns(m.size(-1), m.dtype) and m.size(-2) >= 8 for m in matrices) and dim % 2 == 0
+        and _columns(dim, w.up.dtype) and w.up.size(0) // w.heads >= w.q_up.size(0) // w.heads - dim + 8
+    )  # fmt: skip
+
+
+def mtp_layer(w: Any, embed_nH: Tensor, *rest: Tensor, supported: bool) -> Tensor:
+    """Next states of an MTP layer -> [n, H]; see `mtp_layer/reference.py`. `supported`: what `supports_mtp` said."""
+    fits = supported and len(embed_nH) <= MAX_ROWS and len(rest[3]) >= 8 and not torch.is_grad_enabled()
+    return _choose("mtp_layer", fits).mtp_layer(w, embed_nH, *rest)  # type: ignore[no-any-return]
+
+
 def group_router(logits_nE: Tensor, bias_E: Tensor, rule: Any) -> tuple[Tensor, Tensor]:
     """Weights and expert ids of n rows -> [n, K] twice; see `group_router/reference.py`."""
     both = logits_nE, bias_E

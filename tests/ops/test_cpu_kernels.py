@@ -13,6 +13,7 @@ from torch import Tensor
 from ecospec_kernels import dispatch
 from ecospec_kernels.expert_mlp.reference import Gate, Mxfp4
 from ecospec_kernels.group_router.reference import Rule
+from ecospec_kernels.mtp_layer.reference import MtpWeights
 
 from .cases import BF16, FP16, FP32, assert_near, mxfp4, random, routing
 
@@ -240,6 +241,58 @@ def test_group_router(experts: int, groups: int, kept: int, top_k: int, normalis
     assert torch.equal(alone[0][0], weights[7]) and torch.equal(alone[1][0], index[7])
     broken = op("group_router", "cpu")(torch.full_like(logits, float("nan")), bias, rule)[1]
     assert broken.min() >= 0 and broken.max() < experts  # the caller finds the NaN; nothing is read beyond the experts
+
+
+def mtp_case(n: int, cached: int, low: bool, dtype: torch.dtype) -> Any:
+    """Weights and inputs of `mtp_layer` with odd sizes; a node of the tree sees the text, its path and itself."""
+    hidden, heads, plain, rotated, latent, values, rank, experts, units, shared = 32, 2, 7, 18, 34, 9, 20, 16, 24, 18
+    shapes = {
+        "project": (hidden, 2 * hidden), "q_down": (rank, hidden), "q_up": (heads * (plain + rotated), rank if low else hidden),
+        "compress": (latent + rotated, hidden), "up": (heads * (plain + values), latent), "out": (hidden, heads * values),
+        "router": (experts, hidden), "gate_up": (experts, 2 * units, hidden), "down": (experts, hidden, units),
+        "shared_gate": (shared, hidden), "shared_up": (shared, hidden), "shared_down": (hidden, shared),
+    }  # fmt: skip
+    matrices = {
+        name: random(i, *shape, dtype=FP32 if name == "router" else dtype, scale=shape[-1] ** -0.5)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    norms = {name: 1 + random(20 + i, hidden, scale=0.2) for i, name in enumerate(
+        ("embedding_norm", "hidden_norm", "input_norm", "post_norm", "output_norm"))}  # fmt: skip
+    weights = MtpWeights(
+        **(matrices if low else matrices | {"q_down": None}), **norms, q_norm=1 + random(26, rank, scale=0.2) if low else None,
+        latent_norm=1 + random(27, latent, scale=0.2), router_bias=random(28, experts, scale=0.2), heads=heads, scale=0.2,
+        interleaved=low, eps=1e-5, latent_eps=1e-6, rule=Rule(3, 4, 2, low, 1.5),
+    )  # fmt: skip
+    angles = random(29, n, rotated // 2).repeat(1, 2)
+    mask = torch.ones(n, cached, dtype=torch.bool).tril(cached - n)
+    mask[:, cached - n :] &= torch.rand(n, n, generator=torch.Generator().manual_seed(3)) < 0.5
+    mask[torch.arange(n), torch.arange(cached - n, cached)] = True
+    cache = random(30, cached, latent, dtype=dtype), random(31, cached, rotated, dtype=dtype)
+    return weights, [random(32, n, hidden), random(33, n, hidden), angles.cos(), angles.sin(), *cache, mask]
+
+
+@DTYPES
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize(("n", "cached"), [(1, 8), (5, 40), (64, 77)])
+def test_mtp_layer(n: int, cached: int, low: bool, dtype: torch.dtype) -> None:
+    """With what the rows leave in the cache; each row alone gives the same, given the others' latents."""
+    weights, inputs = mtp_case(n, cached, low, dtype)
+    assert dispatch.supports_mtp(weights)
+    ours, theirs = ([x.clone() for x in inputs] for _ in range(2))
+    ours[1] = ours[1][:1].expand(n, -1)  # siblings share the state that proposed them
+    theirs[1] = ours[1]
+    for latents in (ours[4], ours[5], theirs[4], theirs[5]):
+        latents[-n:] = float("nan")  # written before it is read
+    result = op("mtp_layer", "cpu")(weights, *ours)
+    assert_near(result, op("mtp_layer", "reference")(weights, *theirs), 1e-3 if dtype is BF16 else 1e-5)
+    for left, right in zip(ours[4:6], theirs[4:6], strict=True):
+        assert_near(left, right, 1e-3 if dtype is BF16 else 1e-5)
+    past = cached - n
+    for i in range(n):
+        rows = [x[i : i + 1] for x in ours[:4]]
+        order = [*range(past), *(past + j for j in range(n) if j != i), past + i]  # its own row last
+        alone = op("mtp_layer", "cpu")(weights, *rows, ours[4][order], ours[5][order], ours[6][i : i + 1, order])
+        assert_near(alone[0], result[i], 1e-5)
 
 
 @pytest.mark.parametrize("noisy", [True, False])

@@ -23,6 +23,13 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 @pytest.fixture(scope="session")
+def deepseek_full_rank(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """The same with queries of full rank, halves rotated instead of pairs, weights that are not normalised."""
+    settings = {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False}
+    return deepseek_family(tmp_path_factory.mktemp("full"), **settings)
+
+
+@pytest.fixture(scope="session")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """A tiny GLM-4-MoE with its MTP layer, loaded."""
     return glm_family(tmp_path_factory.mktemp("glm"))

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ecospec_kernels import dispatch
+from ecospec_runtime import compute
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.engine import Engine
@@ -28,7 +30,7 @@ def test_a_pool_guesses_the_draw(deepseek: Family) -> None:
     check_noise(deepseek.drafter, told(deepseek.drafter, deepseek.target, text()), text().tolist()[1:])
 
 
-@pytest.mark.parametrize("family", ["deepseek", "glm"])
+@pytest.mark.parametrize("family", ["deepseek", "deepseek_full_rank", "glm"])
 def test_a_chain_is_what_transformers_drafts(family: str, request: pytest.FixtureRequest) -> None:
     each: Family = request.getfixturevalue(family)
     tokens, steps = text(), 6
@@ -47,7 +49,7 @@ def test_a_chain_is_what_transformers_drafts(family: str, request: pytest.Fixtur
     np.testing.assert_allclose(pool.log_normalizers[1:, 1], (log_probs / 0.5).logsumexp(-1), atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["deepseek", "glm"])
+@pytest.mark.parametrize("family", ["deepseek", "deepseek_full_rank", "glm"])
 def test_a_node_sees_the_text_and_its_own_path_only(family: str, request: pytest.FixtureRequest) -> None:
     each: Family = request.getfixturevalue(family)
     tokens = text()
@@ -67,6 +69,30 @@ def test_a_node_sees_the_text_and_its_own_path_only(family: str, request: pytest
         np.testing.assert_allclose(pool.log_probs[children], log_probs[pool.tokens[children]], atol=1e-4)
         ranks = (-log_probs).argsort()[pool.ranks[children]]
         assert pool.tokens[children].tolist() == ranks.tolist()
+
+
+@pytest.mark.parametrize("family", ["deepseek", "deepseek_full_rank", "glm"])
+def test_deepseeks_layer_is_one_kernel(family: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a level; the pool is that of transformers' own modules, which all other layers go through."""
+    pytest.importorskip("numba")
+    each: Family = request.getfixturevalue(family)
+    sequence = told(each.drafter, each.target, text())
+    dispatch.CALLS.clear()
+    pool = each.drafter.expand(sequence, int(text()[-1]), POOL, (0.7,))
+    assert dispatch.CALLS["mtp_layer", "cpu"] == (0 if family == "glm" else POOL.depth - 1)
+    layer, kernels = each.drafter._module.layer, list(each.drafter._module.layer.modules())
+    before = [type(module) for module in kernels]
+    monkeypatch.setattr(each.drafter, "_direct", None)
+    try:
+        for module in kernels:
+            if type(module).__module__ == compute.__name__:
+                module.__class__ = type(module).__mro__[1]
+        assert layer.mtp_block.self_attn.__class__.__module__.startswith("transformers.")
+        plain = each.drafter.expand(told(each.drafter, each.target, text()), int(text()[-1]), POOL, (0.7,))
+    finally:
+        for module, kind in zip(kernels, before, strict=True):
+            module.__class__ = kind
+    same(pool, plain)
 
 
 def test_the_first_state_is_the_targets_after_its_final_norm(deepseek: Family) -> None:

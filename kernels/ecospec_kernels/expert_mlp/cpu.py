@@ -122,7 +122,7 @@ def _product(w: int, scales: int, expert: int, rows: int, columns: int, bf16: bo
 
 
 @compiled
-def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int, experts: int, gate_up: int, down: int,
+def run_experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int, experts: int, gate_up: int, down: int,
              units: int, gate_up_scales: int, down_scales: int, codes: int, x_bf16: bool, w_bf16: bool, b_bf16: bool,
              interleaved: bool, alpha: float, limit: float, shift: float, gate_up_bias: int, down_bias: int, part: int, parts: int,
              y: int, scratch: int) -> bool:  # fmt: skip
@@ -130,7 +130,7 @@ def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int,
     planes, size = 2 if w_bf16 else 1, 2 if b_bf16 else 4
     in_plane, mid_plane = plane_length(hidden, planes), plane_length(units, planes)
     in_stride, mid_stride = 4 * planes * in_plane, 4 * planes * mid_plane
-    starts, order = scratch, scratch + 8 * (experts + 2)  # the layout that _scratch_size counts
+    starts, order = scratch, scratch + 8 * (experts + 2)  # the layout that experts_scratch counts
     row = (order + 8 * n * slots + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE  # aligned vectors do not straddle lines
     packed_in = row + 4 * plane_length(max(hidden, units), 1)
     packed_mid = packed_in + n * in_stride
@@ -170,7 +170,7 @@ def _experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: int,
     return True
 
 
-def _scratch_size(n: int, hidden: int, units: int, slots: int, experts: int) -> int:
+def experts_scratch(n: int, hidden: int, units: int, slots: int, experts: int) -> int:
     """fp32 numbers that `_experts` needs."""
     return (
         2 * (experts + 2 + n * slots)
@@ -184,7 +184,7 @@ def _scratch_size(n: int, hidden: int, units: int, slots: int, experts: int) -> 
 
 
 @compiled
-def _combine(y: int, n: int, hidden: int, index: int, weights: int, slots: int, experts: int, out: int, bf16: bool,
+def combine(y: int, n: int, hidden: int, index: int, weights: int, slots: int, experts: int, out: int, bf16: bool,
              weight_bf16: bool, scratch: int) -> None:  # fmt: skip
     """out[t] = sum over slots, in order, of weight * y; sentinels (id == experts) add nothing."""
     ids = view(index, n * slots, np.int64)
@@ -225,15 +225,15 @@ def expert_mlp(
         *addresses, units, *scales, codes, x_bf16, w_bf16, b_bf16, *gate,
         0 if gate_up_bias is None else gate_up_bias.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(),
     )  # fmt: skip
-    size = _scratch_size(n, hidden, units, slots, experts)
+    size = experts_scratch(n, hidden, units, slots, experts)
     address, threads = y.data_ptr(), torch.get_num_threads()
     if threads == 1 or slots * 3 * units * hidden * (2 if w_bf16 else 4) < SPLIT_BYTES:
-        known = _experts(*arguments, 0, 1, address, workspace(size))
+        known = run_experts(*arguments, 0, 1, address, workspace(size))
     else:
-        parts = pool(threads).map(lambda p: _experts(*arguments, p, threads, address, workspace(size)), range(threads))
+        parts = pool(threads).map(lambda p: run_experts(*arguments, p, threads, address, workspace(size)), range(threads))
         known = all(list(parts))
     if not known:
         raise IndexError(f"expert id outside [0, {experts}]")
-    _combine(address, n, hidden, index, weight_NK.data_ptr(), slots, experts, out.data_ptr(), x_bf16,
+    combine(address, n, hidden, index, weight_NK.data_ptr(), slots, experts, out.data_ptr(), x_bf16,
              weight_NK.dtype == torch.bfloat16, workspace(hidden + n * slots))  # fmt: skip
     return out

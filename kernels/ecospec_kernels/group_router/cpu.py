@@ -25,7 +25,7 @@ def _take(values: np.ndarray, otherwise: int) -> int:
 
 
 @compiled
-def _route(logits: int, bias: int, n: int, experts: int, top_k: int, groups: int, kept_groups: int, normalise: bool,
+def route(logits: int, bias: int, n: int, experts: int, top_k: int, groups: int, kept_groups: int, normalise: bool,
            factor: float, weights: int, index: int, scratch: int) -> None:  # fmt: skip
     """All dense; `scratch`: 2 * experts + groups fp32 numbers."""
     score, choice = view(scratch, experts, np.float32), view(scratch + 4 * experts, experts, np.float32)
@@ -61,6 +61,6 @@ def group_router(logits_nE: Tensor, bias_E: Tensor, rule: Rule) -> tuple[Tensor,
     """Same contract as the reference; both dense."""
     n, experts = logits_nE.shape
     weights, index = torch.empty((n, rule.top_k)), torch.empty((n, rule.top_k), dtype=torch.int64)
-    _route(logits_nE.data_ptr(), bias_E.data_ptr(), n, experts, *rule, weights.data_ptr(), index.data_ptr(),
+    route(logits_nE.data_ptr(), bias_E.data_ptr(), n, experts, *rule, weights.data_ptr(), index.data_ptr(),
            workspace(2 * experts + rule.groups))  # fmt: skip
     return weights, index

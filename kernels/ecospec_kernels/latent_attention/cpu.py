@@ -43,16 +43,17 @@ def _rotate(row: int, dim: int, cos: int, sin: int, interleaved: bool, out: int)
 
 
 @compiled
-def _rows(q: int, n: int, heads: int, plain: int, dim: int, compressed: int, latent: int, norm: int, eps: float, cos: int,
-          sin: int, table_stride: int, interleaved: bool, bf16: bool, latents: int, keys: int, scratch: int) -> None:  # fmt: skip
-    """`dim`: of a rotated part. `scratch`: norm, row, cosines, sines and result, each as wide as latent or twice `dim`."""
-    size, room = 2 if bf16 else 4, 4 * max(latent, 2 * dim)
+def new_rows(q: int, n: int, heads: int, plain: int, dim: int, compressed: int, latent: int, norm: int, eps: float, cos: int,
+             sin: int, table_stride: int, interleaved: bool, x_bf16: bool, bf16: bool, latents: int, keys: int,
+             scratch: int) -> None:  # fmt: skip
+    """`dim`: of a rotated part; `bf16`: what is written to the cache, `x_bf16`: all else. `scratch`: norm, row, cosines, sines and result, each as wide as latent or twice `dim`."""
+    x_size, size, room = 2 if x_bf16 else 4, 2 if bf16 else 4, 4 * max(latent, 2 * dim)
     weight, row, c, s, out = scratch, scratch + room, scratch + 2 * room, scratch + 3 * room, scratch + 4 * room
-    read_row(norm, latent, bf16, weight)
+    read_row(norm, latent, x_bf16, weight)
     scale, x, y = view(weight, latent, np.float32), view(row, latent, np.float32), view(out, latent, np.float32)
     for t in range(n):
-        at = compressed + t * (latent + dim) * size
-        read_row(at, latent, bf16, row)
+        at = compressed + t * (latent + dim) * x_size
+        read_row(at, latent, x_bf16, row)
         total = np.float32(0.0)
         for i in range(latent):
             total += x[i] * x[i]
@@ -60,16 +61,16 @@ def _rows(q: int, n: int, heads: int, plain: int, dim: int, compressed: int, lat
         for i in range(latent):
             y[i] = x[i] * factor * scale[i]
         write_row(out, latent, bf16, latents + t * latent * size)
-        read_row(cos + t * table_stride, dim // 2, bf16, c)
-        read_row(sin + t * table_stride, dim // 2, bf16, s)
-        read_row(at + latent * size, dim, bf16, row)
+        read_row(cos + t * table_stride, dim // 2, x_bf16, c)
+        read_row(sin + t * table_stride, dim // 2, x_bf16, s)
+        read_row(at + latent * x_size, dim, x_bf16, row)
         _rotate(row, dim, c, s, interleaved, out)
         write_row(out, dim, bf16, keys + t * dim * size)
         for h in range(heads):
-            part = q + ((t * heads + h) * (plain + dim) + plain) * size
-            read_row(part, dim, bf16, row)
+            part = q + ((t * heads + h) * (plain + dim) + plain) * x_size
+            read_row(part, dim, x_bf16, row)
             _rotate(row, dim, c, s, interleaved, out)
-            write_row(out, dim, bf16, part)
+            write_row(out, dim, x_bf16, part)
 
 
 def latent_rows(
@@ -79,9 +80,9 @@ def latent_rows(
     n, heads, width = q_nHD.shape
     latent, dim = norm_L.shape[0], cos_nR.shape[1]
     latents, keys = (torch.empty((n, width), dtype=q_nHD.dtype) for width in (latent, dim))
-    _rows(q_nHD.data_ptr(), n, heads, width - dim, dim, compressed_nC.data_ptr(), latent, norm_L.data_ptr(), eps,
+    new_rows(q_nHD.data_ptr(), n, heads, width - dim, dim, compressed_nC.data_ptr(), latent, norm_L.data_ptr(), eps,
           cos_nR.data_ptr(), sin_nR.data_ptr(), cos_nR.stride(0) * cos_nR.element_size(), interleaved,
-          q_nHD.dtype is torch.bfloat16, latents.data_ptr(), keys.data_ptr(), workspace(5 * max(latent, 2 * dim)))  # fmt: skip
+          *[q_nHD.dtype is torch.bfloat16] * 2, latents.data_ptr(), keys.data_ptr(), workspace(5 * max(latent, 2 * dim)))  # fmt: skip
     return latents, keys
 
 
@@ -109,11 +110,11 @@ def _add_rows(block: int, count: int, columns: int, weights: int, out: int) -> N
 
 
 @compiled
-def _attend(q: int, n: int, heads: int, plain: int, dim: int, latents: int, latent_row: int, latent: int, keys: int,
+def attend(q: int, n: int, heads: int, plain: int, dim: int, latents: int, latent_row: int, latent: int, keys: int,
             key_row: int, cached: int, up: int, values: int, mask: int, mask_row: int, mask_kind: int, scale: float,
-            bf16: bool, first: int, last: int, out: int, scratch: int) -> None:  # fmt: skip
-    """Heads [first, last) of every row; strides in bytes; `cached` >= BLOCK rows. `scratch`: as `_scratch_size` counts."""
-    planes, size, many = 2 if bf16 else 1, 2 if bf16 else 4, last - first
+            x_bf16: bool, bf16: bool, first: int, last: int, out: int, scratch: int) -> None:  # fmt: skip
+    """Heads [first, last) of every row; `x_bf16`: q and out, `bf16`: the others; strides in bytes; `cached` >= BLOCK rows. `scratch`: as `attend_scratch` counts."""
+    planes, size, x_size, many = 2 if bf16 else 1, 2 if bf16 else 4, 2 if x_bf16 else 4, last - first
     plane, dim_plane = plane_length(latent, planes), plane_length(dim, planes)
     stride, dim_stride = 4 * planes * plane, 4 * planes * dim_plane
     shown = scratch
@@ -136,14 +137,14 @@ def _attend(q: int, n: int, heads: int, plain: int, dim: int, latents: int, late
                 kept += 1
         view(mixed, many * latent, np.float32)[:] = np.float32(0.0)
         for h in range(many):
-            at = q + (t * heads + first + h) * (plain + dim) * size
-            read_row(at, plain, bf16, row)
+            at = q + (t * heads + first + h) * (plain + dim) * x_size
+            read_row(at, plain, x_bf16, row)
             for d in range(0, plain, AT_ONCE):
                 count = min(AT_ONCE, plain - d)
                 _read_rows(up + (first + h) * up_head, latent * size, 0, d, count, latent, bf16, block)
                 _add_rows(block, count, latent, row + 4 * d, mixed + 4 * h * latent)
             pack_row(mixed + 4 * h * latent, latent, planes, packed + h * stride)
-            read_row(at + plain * size, dim, bf16, row)
+            read_row(at + plain * x_size, dim, x_bf16, row)
             pack_row(row, dim, planes, packed_keys + h * dim_stride)
         matmul(bf16, latents, latent_row, latent // planes, 0, cached, packed, stride, plane, many, scores, 4 * cached)
         matmul(bf16, keys, key_row, dim // planes, 0, cached, packed_keys, dim_stride, dim_plane, many, key_scores,
@@ -164,11 +165,11 @@ def _attend(q: int, n: int, heads: int, plain: int, dim: int, latents: int, late
             pack_row(mixed + 4 * h * latent, latent, planes, packed)
             matmul(bf16, up + (first + h) * up_head + plain * latent * size, latent * size, latent // planes, 0, values,
                    packed, stride, plane, 1, row, 4 * values)  # fmt: skip
-            write_row(row, values, bf16, out + (t * heads + first + h) * values * size)
+            write_row(row, values, x_bf16, out + (t * heads + first + h) * values * x_size)
 
 
-def _scratch_size(heads: int, plain: int, dim: int, latent: int, values: int, cached: int) -> int:
-    """fp32 numbers that `_attend` needs for this many heads."""
+def attend_scratch(heads: int, plain: int, dim: int, latent: int, values: int, cached: int) -> int:
+    """fp32 numbers that `attend` needs for this many heads."""
     row = max(plain, dim, values) + AT_ONCE * latent
     return 3 * cached + heads * (2 * latent + dim + 4 * LANES + 2 * cached) + row
 
@@ -186,11 +187,11 @@ def latent_attention(
     out, size = torch.empty((n, heads, values), dtype=q_nHD.dtype), q_nHD.element_size()
     start = (q_nHD.data_ptr(), n, heads, plain, dim, latent_JL.data_ptr(), latent_JL.stride(0) * size, latent,
              key_JR.data_ptr(), key_JR.stride(0) * size, cached, up_OL.data_ptr(), values, *mask_arguments(mask_nJ),
-             scale, q_nHD.dtype is torch.bfloat16)  # fmt: skip
+             scale, *[q_nHD.dtype is torch.bfloat16] * 2)  # fmt: skip
 
     def run(first: int, last: int) -> None:
-        room = _scratch_size(last - first, plain, dim, latent, values, cached)
-        _attend(*start, first, last, out.data_ptr(), workspace(room))
+        room = attend_scratch(last - first, plain, dim, latent, values, cached)
+        attend(*start, first, last, out.data_ptr(), workspace(room))
 
     threads = min(torch.get_num_threads(), heads)
     if threads == 1 or up_OL.numel() * size < SPLIT_BYTES:

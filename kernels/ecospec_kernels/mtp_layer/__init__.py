@@ -1,0 +1,1 @@
+"""The op `mtp_layer`; call it through `ecospec_kernels.dispatch`."""
