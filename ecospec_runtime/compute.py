@@ -1,7 +1,8 @@
 """Puts EcoSpec's kernels into a loaded target, through transformers' own seams and module classes.
 
 Every model: the experts function "ecospec", which reads each touched expert once. On a CPU its weights move to huge
-pages. A bfloat16 model there also gets few-row linear layers, routers, norms and attention: a pass then costs what its
+pages. A bfloat16 model there also gets few-row linear layers, routers, norms and attention (DeepSeek's without expanding
+its latents): a pass then costs what its
 weights cost to read, and a token's result does not depend on the tokens verified beside it. Where Triton runs, a model
 gets attention besides experts. float32 keeps torch's own operations, so that its tokens stay those of `generate`, unless
 `ECOSPEC_KERNELS=fused` asks for the Triton kernels.
@@ -180,9 +181,7 @@ def _group_router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Ten
 
 def rule_of(router: Any) -> Rule:
     """How one of these routers chooses."""
-    return Rule(
-        router.top_k, router.num_group, router.topk_group, router.norm_topk_prob, router.routed_scaling_factor
-    )
+    return Rule(router.top_k, router.num_group, router.topk_group, router.norm_topk_prob, router.routed_scaling_factor)
 
 
 def _latent_forward(
@@ -231,8 +230,11 @@ def _few_rows(module: Any) -> dict[str, Any]:
     shown = torch.ones(3, 12, dtype=torch.bool).tril(9)
     angles = torch.arange(9, 12)[:, None] * torch.linspace(0.1, 1.0, module.qk_rope_head_dim // 2)
     cache, dtype, generator = TargetCache(), module.o_proj.weight.dtype, torch.Generator().manual_seed(1)
-    widths = module.kv_lora_rank, module.qk_rope_head_dim
-    cache.inner.update(*(torch.randn(1, 1, 9, w, generator=generator).to(dtype) for w in widths), module.layer_idx)
+    latent, key = (
+        torch.randn(1, 1, 9, width, generator=generator).to(dtype)
+        for width in (module.kv_lora_rank, module.qk_rope_head_dim)
+    )
+    cache.inner.update(latent, key, module.layer_idx)
     mask = torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
     tables = (table.repeat(1, 2)[None].to(dtype) for table in (angles.cos(), angles.sin()))
     return {"position_embeddings": tuple(tables), "attention_mask": mask[None, None], "cache": cache.inner}

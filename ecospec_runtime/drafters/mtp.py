@@ -151,7 +151,9 @@ class MtpDrafter(TreeDrafter):
 
         def propose(level: int, states_nH: Tensor) -> Proposals:
             width = min(config.width, len(self._ids))
-            found: Proposals = dispatch.best_tokens(self._logits(states_nH), width, temperatures, noise_of(level, noise))
+            found: Proposals = dispatch.best_tokens(
+                self._logits(states_nH), width, temperatures, noise_of(level, noise)
+            )
             return found
 
         def step(level: int, ids_b: NDArray[np.int64], h_bH: Tensor, seen_be: NDArray[np.bool_]) -> Tensor:
@@ -195,8 +197,10 @@ class MtpDrafter(TreeDrafter):
         """`_run` by the `mtp_layer` op."""
         n, k = seen_nk.shape
         cos, sin = (part[0].float() for part in self._rotary(embed, positions_n[None]))
-        rows = (embed.new_empty(1, 1, n, width) for width in (len(w.latent_norm), cos.shape[1]))
-        latents, keys = cache.inner.update(*rows, 0)
+        latent, key = (
+            embed.new_empty(1, 1, n, width) for width in (len(w.latent_norm), cos.shape[1])
+        )  # room, to be filled
+        latents, keys = cache.inner.update(latent, key, 0)
         mask = torch.ones(n, latents.shape[2], dtype=torch.bool)
         mask[:, -k:] = seen_nk
         inputs = embed[0].float(), h_nH.float(), cos, sin

@@ -13,7 +13,10 @@ from ecospec_kernels.expert_mlp.reference import SWIGLU
 from ecospec_kernels.mtp_layer.reference import MtpWeights
 from ecospec_runtime import compute
 
-_BLOCKS = ("DeepseekV3DecoderLayer", "Glm4MoeLiteDecoderLayer")  # norm, latent attention, norm, experts and a shared one
+_BLOCKS = (
+    "DeepseekV3DecoderLayer",
+    "Glm4MoeLiteDecoderLayer",
+)  # norm, latent attention, norm, experts and a shared one
 
 
 def direct_weights(layer: Any) -> MtpWeights | None:
@@ -26,7 +29,12 @@ def direct_weights(layer: Any) -> MtpWeights | None:
     shared, experts = getattr(mlp, "shared_experts", None), mlp.experts
     biased = any(m.bias is not None for m in layer.modules() if isinstance(m, nn.Linear))
     some = torch.linspace(-4, 4, 9)
-    if shared is None or biased or not torch.equal(shared.act_fn(some), F.silu(some)) or compute.gate_of(experts) != SWIGLU:
+    if (
+        shared is None
+        or biased
+        or not torch.equal(shared.act_fn(some), F.silu(some))
+        or compute.gate_of(experts) != SWIGLU
+    ):
         return None
     low = attention.q_lora_rank is not None
     weights = MtpWeights(

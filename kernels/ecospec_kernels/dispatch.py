@@ -218,7 +218,9 @@ def fast_attention(*arguments: Any) -> Tensor | None:
     return _choose("tree_attention", True, fused).tree_attention(*arguments)  # type: ignore[no-any-return]
 
 
-def supports_latent(q_nHD: Tensor, compressed_nC: Tensor, cos_nR: Tensor, up_OL: Tensor, mask_nJ: Tensor | None) -> bool:
+def supports_latent(
+    q_nHD: Tensor, compressed_nC: Tensor, cos_nR: Tensor, up_OL: Tensor, mask_nJ: Tensor | None
+) -> bool:
     """Whether the CPU kernels of `latent_attention` take this call: all of one dtype, up to MAX_ROWS rows, dense but for masks."""
     dtype, dim, latent = q_nHD.dtype, cos_nR.size(1), up_OL.size(1)
     return (
@@ -243,8 +245,28 @@ def latent_attention(q_nHD: Tensor, *rest: Any, supported: bool) -> Tensor:
 
 def supports_mtp(w: Any) -> bool:
     """Whether the CPU kernel of `mtp_layer` takes these weights (see its `MtpWeights`); some rows must be cached."""
-    norms = (w.embedding_norm, w.hidden_norm, w.input_norm, w.post_norm, w.output_norm, w.latent_norm, w.router, w.router_bias)
-    matrices = [w.project, w.q_up, w.compress, w.up, w.out, w.gate_up, w.down, w.shared_gate, w.shared_up, w.shared_down]
+    norms = (
+        w.embedding_norm,
+        w.hidden_norm,
+        w.input_norm,
+        w.post_norm,
+        w.output_norm,
+        w.latent_norm,
+        w.router,
+        w.router_bias,
+    )
+    matrices = [
+        w.project,
+        w.q_up,
+        w.compress,
+        w.up,
+        w.out,
+        w.gate_up,
+        w.down,
+        w.shared_gate,
+        w.shared_up,
+        w.shared_down,
+    ]
     matrices += [] if w.q_down is None else [w.q_down]
     dim = w.compress.size(0) - w.up.size(1)
     return (

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     OlmoeConfig,
@@ -19,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from ecospec_kernels import dispatch
 from ecospec_runtime import compute
@@ -130,9 +133,62 @@ def test_everything_small_is_a_kernel(decoder: nn.Module) -> None:
     }  # fmt: skip
 
 
+def glm_lite() -> Any:
+    """Latent attention like DeepSeek-V3's, queries of full rank."""
+    config = Glm4MoeLiteConfig(
+        **{**COMMON, "num_key_value_heads": 4, "num_hidden_layers": 3}, n_routed_experts=8, n_group=1, topk_group=1, moe_intermediate_size=24,
+        intermediate_size=64, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        head_dim=16,
+    )  # fmt: skip
+    return Glm4MoeLiteForCausalLM(config)
+
+
 @torch.inference_mode()
-def test_a_verified_token_is_the_decoded_token(decoder: Any) -> None:
+def masked_logits(model: Any, ids: Tensor) -> Tensor:
+    """`logits` under a mask, as passes over trees have one."""
+    mask = torch.full((len(ids), len(ids)), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16).triu(1)
+    return model(input_ids=ids[None], attention_mask=mask[None, None]).logits[0].float()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("build", [deepseek, glm_lite])
+def test_latent_attention_and_grouped_routers_are_kernels(build: Any) -> None:
+    """Few rows go through them and give what the modules' own code gives; a longer pass keeps that code."""
+    pytest.importorskip("numba")
+    model, own = (made(build, torch.bfloat16) for _ in range(2))
+    compute.install(model)
+    layers, sparse = model.config.num_hidden_layers, len([m for m in model.modules() if hasattr(m, "topk_group")])
+    for ids in (IDS, torch.arange(1, 80)):
+        dispatch.CALLS.clear()
+        result = masked_logits(model, ids)
+        few = len(ids) <= dispatch.MAX_ROWS
+        assert dispatch.CALLS["latent_attention", "cpu"] == (layers if few else 0)
+        assert dispatch.CALLS["group_router", "cpu"] == sparse > 0
+        expected = masked_logits(own, ids)
+        assert float((result - expected).norm() / expected.norm()) < 0.05
+
+
+def test_latent_attention_of_another_kind_stays() -> None:
+    """A class of the same name that computes something else is found out."""
+
+    class DeepseekV3Attention(modeling_deepseek_v3.DeepseekV3Attention):
+        def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = super().expand_kv(kv_nope, k_rot)
+            return keys.flip(-1), values
+
+    model = made(deepseek, torch.bfloat16)
+    model.model.layers[0].self_attn.__class__ = DeepseekV3Attention
+    compute.install(model)
+    assert type(model.model.layers[0].self_attn) is DeepseekV3Attention
+    assert type(model.model.layers[1].self_attn).__module__ == compute.__name__
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("build", [lambda: qwen(4), deepseek, glm_lite], ids=["qwen", "deepseek", "glm_lite"])
+def test_a_verified_token_is_the_decoded_token(build: Any) -> None:
     """A tree pass gives each node bit for bit the logits that plain decoding gives along the node's path."""
+    pytest.importorskip("numba")
+    decoder = made(build, torch.bfloat16)
+    compute.install(decoder)
     parents, tokens = [-1, 0, 0, 1, 2, 2, 3], [9, 4, 50, 11, 4, 60, 2]
     past, n = len(IDS), len(parents)
     cache_name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"

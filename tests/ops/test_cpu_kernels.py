@@ -192,7 +192,9 @@ def test_latent_attention(
     shown[:, 0] = True
     mask = None if kind == "none" else attention_masks(shown)[kind]
     result = op("latent_attention", "cpu")(q, latent, key, up, mask, 0.3)
-    assert_near(result, op("latent_attention", "reference")(q, latent, key, up, mask, 0.3), 2e-6 if dtype is FP32 else 1e-4)
+    assert_near(
+        result, op("latent_attention", "reference")(q, latent, key, up, mask, 0.3), 2e-6 if dtype is FP32 else 1e-4
+    )
     for i in range(n):  # a row by itself, with only the keys it may see in the cache
         seen = torch.arange(cached) if mask is None else shown[i].nonzero()[:, 0]
         alone = op("latent_attention", "cpu")(q[i : i + 1], latent[seen], key[seen], up, None, 0.3)
@@ -221,13 +223,19 @@ def test_latent_rows(n: int, interleaved: bool, dtype: torch.dtype) -> None:
     rest = random(4, latent, dtype=dtype), 1e-6, angles.cos().to(dtype), angles.sin().to(dtype), interleaved
     given, expected = q.clone(), q.clone()
     both = op("latent_rows", "cpu", "latent_attention")(given, compressed, *rest)
-    for ours, theirs in zip((given, *both), (expected, *op("latent_rows", "reference", "latent_attention")(expected, compressed, *rest)), strict=True):
+    for ours, theirs in zip(
+        (given, *both),
+        (expected, *op("latent_rows", "reference", "latent_attention")(expected, compressed, *rest)),
+        strict=True,
+    ):
         assert_near(ours, theirs)
     assert torch.equal(given[..., :plain], q[..., :plain])
     assert not torch.equal(given[..., plain:], q[..., plain:])
 
 
-@pytest.mark.parametrize(("experts", "groups", "kept", "top_k"), [(32, 4, 2, 4), (8, 1, 1, 3), (16, 8, 3, 6), (256, 8, 4, 8)])
+@pytest.mark.parametrize(
+    ("experts", "groups", "kept", "top_k"), [(32, 4, 2, 4), (8, 1, 1, 3), (16, 8, 3, 6), (256, 8, 4, 8)]
+)
 @pytest.mark.parametrize("normalise", [True, False])
 def test_group_router(experts: int, groups: int, kept: int, top_k: int, normalise: bool) -> None:
     rule = Rule(top_k, groups, kept, normalise, 2.5)
@@ -301,7 +309,9 @@ def test_best_tokens(noisy: bool, dtype: torch.dtype) -> None:
     logits, noise = random(1, 3, 77, dtype=dtype, scale=3), random(2, 77) if noisy else None
     logits[1, 5:] = -torch.inf  # fewer finite ones than are asked for
     given = logits.clone()
-    result, expected = (op("best_tokens", kind, "draft_propose")(logits, 8, (0.5, 1.0), noise) for kind in ("cpu", "reference"))
+    result, expected = (
+        op("best_tokens", kind, "draft_propose")(logits, 8, (0.5, 1.0), noise) for kind in ("cpu", "reference")
+    )
     assert torch.equal(logits, given)
     for ours, theirs in zip(result, expected, strict=True):
         finite = slice(0, 3, 2) if theirs is expected.ids or theirs is expected.entropies else slice(None)

@@ -72,7 +72,9 @@ def test_a_node_sees_the_text_and_its_own_path_only(family: str, request: pytest
 
 
 @pytest.mark.parametrize("family", ["deepseek", "deepseek_full_rank", "glm"])
-def test_deepseeks_layer_is_one_kernel(family: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepseeks_layer_is_one_kernel(
+    family: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One call a level; the pool is that of transformers' own modules, which all other layers go through."""
     pytest.importorskip("numba")
     each: Family = request.getfixturevalue(family)

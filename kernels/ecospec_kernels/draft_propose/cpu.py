@@ -86,7 +86,9 @@ def propose(states: int, n: int, hidden: int, norm: int, eps: float, lm_head: in
         for t in range(n):
             rms(states + t * hidden * 4, norm, hidden, eps, normed + t * hidden * 4)
     product(normed, n, hidden, lm_head, bf16, vocabulary, packed, logits)
-    describe(logits, n, vocabulary, width, temperatures, t_count, noise, noise_stride, log_probs, ids, entropies, normalizers)
+    describe(
+        logits, n, vocabulary, width, temperatures, t_count, noise, noise_stride, log_probs, ids, entropies, normalizers
+    )
 
 
 def scratch_size(n: int, hidden: int, vocabulary: int) -> int:
@@ -94,10 +96,11 @@ def scratch_size(n: int, hidden: int, vocabulary: int) -> int:
     return n * (2 * hidden + 2 * LANES + vocabulary)
 
 
-def _room(n: int, width: int, temperatures: int) -> Proposals:
-    """Proposals to be filled in."""
+def _room(n: int, width: int, temperatures: int) -> tuple[Proposals, tuple[int, int, int, int]]:
+    """Proposals to be filled in, and where they lie."""
     ids = torch.empty((n, width), dtype=torch.int64)
-    return Proposals(torch.empty((n, width)), ids, torch.empty(n), torch.empty((n, temperatures)))
+    room = Proposals(torch.empty((n, width)), ids, torch.empty(n), torch.empty((n, temperatures)))
+    return room, (room.log_probs.data_ptr(), ids.data_ptr(), room.entropies.data_ptr(), room.log_normalizers.data_ptr())
 
 
 def best_tokens(
@@ -105,8 +108,9 @@ def best_tokens(
 ) -> Proposals:  # fmt: skip
     """Same contract as the reference."""
     logits = (logits_nV.float() if noise is None else logits_nV.float() + noise).contiguous()
-    tau, result = np.array(temperatures, np.float64), _room(len(logits), width, len(temperatures))
-    describe(logits.data_ptr(), *logits.shape, width, tau.ctypes.data, len(tau), 0, 0, *(p.data_ptr() for p in result))
+    (n, vocabulary), tau = logits.shape, np.array(temperatures, np.float64)
+    result, places = _room(n, width, len(tau))
+    describe(logits.data_ptr(), n, vocabulary, width, tau.ctypes.data, len(tau), 0, 0, *places)
     return result
 
 
@@ -117,12 +121,12 @@ def draft_propose(
     """Same contract as the reference; noise dense."""
     n, hidden = states_nH.shape
     vocabulary, count = lm_head_VH.shape[0], len(temperatures)
-    states, tau, result = states_nH.contiguous(), np.array(temperatures, np.float64), _room(n, width, count)
+    states, tau = states_nH.contiguous(), np.array(temperatures, np.float64)
+    result, places = _room(n, width, count)
     propose(
         states.data_ptr(), n, hidden, 0 if norm_H is None else norm_H.data_ptr(), eps, lm_head_VH.data_ptr(),
         lm_head_VH.dtype == torch.bfloat16, vocabulary, width, tau.ctypes.data, count,
         0 if noise is None else noise.data_ptr(), 0 if noise is None or noise.dim() == 1 else 4 * vocabulary,
-        *(part.data_ptr() for part in result),
-        workspace(scratch_size(n, hidden, vocabulary)),
+        *places, workspace(scratch_size(n, hidden, vocabulary)),
     )  # fmt: skip
     return result

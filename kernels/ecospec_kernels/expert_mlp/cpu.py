@@ -230,7 +230,9 @@ def expert_mlp(
     if threads == 1 or slots * 3 * units * hidden * (2 if w_bf16 else 4) < SPLIT_BYTES:
         known = run_experts(*arguments, 0, 1, address, workspace(size))
     else:
-        parts = pool(threads).map(lambda p: run_experts(*arguments, p, threads, address, workspace(size)), range(threads))
+        parts = pool(threads).map(
+            lambda p: run_experts(*arguments, p, threads, address, workspace(size)), range(threads)
+        )
         known = all(list(parts))
     if not known:
         raise IndexError(f"expert id outside [0, {experts}]")

@@ -78,11 +78,11 @@ def latent_rows(
 ) -> tuple[Tensor, Tensor]:
     """Same contract as the reference; see `dispatch.supports_latent` for what it takes."""
     n, heads, width = q_nHD.shape
-    latent, dim = norm_L.shape[0], cos_nR.shape[1]
+    latent, dim, bf16 = norm_L.shape[0], cos_nR.shape[1], q_nHD.dtype is torch.bfloat16
     latents, keys = (torch.empty((n, width), dtype=q_nHD.dtype) for width in (latent, dim))
     new_rows(q_nHD.data_ptr(), n, heads, width - dim, dim, compressed_nC.data_ptr(), latent, norm_L.data_ptr(), eps,
           cos_nR.data_ptr(), sin_nR.data_ptr(), cos_nR.stride(0) * cos_nR.element_size(), interleaved,
-          *[q_nHD.dtype is torch.bfloat16] * 2, latents.data_ptr(), keys.data_ptr(), workspace(5 * max(latent, 2 * dim)))  # fmt: skip
+          bf16, bf16, latents.data_ptr(), keys.data_ptr(), workspace(5 * max(latent, 2 * dim)))  # fmt: skip
     return latents, keys
 
 
@@ -185,9 +185,10 @@ def latent_attention(
     cached, plain = latent_JL.shape[0], width - dim
     values = up_OL.shape[0] // heads - plain
     out, size = torch.empty((n, heads, values), dtype=q_nHD.dtype), q_nHD.element_size()
+    bf16, (mask, mask_row, mask_kind) = q_nHD.dtype is torch.bfloat16, mask_arguments(mask_nJ)
     start = (q_nHD.data_ptr(), n, heads, plain, dim, latent_JL.data_ptr(), latent_JL.stride(0) * size, latent,
-             key_JR.data_ptr(), key_JR.stride(0) * size, cached, up_OL.data_ptr(), values, *mask_arguments(mask_nJ),
-             scale, *[q_nHD.dtype is torch.bfloat16] * 2)  # fmt: skip
+             key_JR.data_ptr(), key_JR.stride(0) * size, cached, up_OL.data_ptr(), values, mask, mask_row, mask_kind,
+             scale, bf16, bf16)  # fmt: skip
 
     def run(first: int, last: int) -> None:
         room = attend_scratch(last - first, plain, dim, latent, values, cached)

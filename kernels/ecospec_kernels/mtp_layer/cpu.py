@@ -165,8 +165,8 @@ def mtp_layer(
 ) -> Tensor:  # fmt: skip
     """Same contract as the reference; see `dispatch.supports_mtp` for what it takes. Cached rows dense."""
     layer, n, cached = _addresses(w), len(embed_nH), len(latent_JL)
-    inputs = [x.contiguous() for x in (embed_nH, h_nH, cos_nR, sin_nR)]
+    embed, h, cos, sin = (x.contiguous() for x in (embed_nH, h_nH, cos_nR, sin_nR))
     mask, out = mask_nJ.contiguous(), torch.empty(embed_nH.shape)
-    _layer(layer, n, *(x.data_ptr() for x in inputs), latent_JL.data_ptr(), key_JR.data_ptr(), cached, mask.data_ptr(),
-           out.data_ptr(), workspace(_scratch_size(layer, n, cached)))  # fmt: skip
+    _layer(layer, n, embed.data_ptr(), h.data_ptr(), cos.data_ptr(), sin.data_ptr(), latent_JL.data_ptr(),
+           key_JR.data_ptr(), cached, mask.data_ptr(), out.data_ptr(), workspace(_scratch_size(layer, n, cached)))  # fmt: skip
     return out

@@ -58,7 +58,7 @@ def mtp_layer(
     mask_nJ: Tensor,
 ) -> Tensor:  # fmt: skip
     """Next states `[n, H]`; writes the rows' own latents and keys into the last n cached rows. `mask_nJ` bool: may look."""
-    n, hidden = embed_nH.shape
+    n = len(embed_nH)
 
     def norm(x: Tensor, weight: Tensor, eps: float = w.eps) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
