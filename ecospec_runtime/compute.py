@@ -176,7 +176,7 @@ def _top_k_router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Ten
 def _group_router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The routers of DeepSeek-V3 and its kin, whose weights are float32."""
     logits = dispatch.linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
-    return logits, *dispatch.group_router(logits, self.e_score_correction_bias, rule_of(self))
+    return logits, *dispatch.group_router(logits, self.e_score_correction_bias.float(), rule_of(self))
 
 
 def rule_of(router: Any) -> Rule:
