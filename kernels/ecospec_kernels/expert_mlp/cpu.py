@@ -171,7 +171,7 @@ def run_experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: i
 
 
 def experts_scratch(n: int, hidden: int, units: int, slots: int, experts: int) -> int:
-    """fp32 numbers that `_experts` needs."""
+    """fp32 numbers that `run_experts` needs."""
     return (
         2 * (experts + 2 + n * slots)
         + CACHE_LINE // 4
