@@ -148,15 +148,15 @@ def supports_experts(
     elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         kinds = {gate_up.dtype}
         fits = (
-            _rows(hidden_ND.size(0), gate_up) and gate_up.dtype is down.dtype and _plain(gate_up)
+            gate_up.dim() == down.dim() == 3 and _rows(hidden_ND.size(0), gate_up) and gate_up.dtype is down.dtype and _plain(gate_up)
             and _columns(gate_up.size(2), gate_up.dtype) and _columns(down.size(2), down.dtype)
             and down.size(1) >= 8 and gate_up.is_contiguous() and down.is_contiguous()
         )  # fmt: skip
     else:
         return False
     return (
-        ENABLED and fits and index_NK.dtype is torch.int64 and _plain(hidden_ND) and hidden_ND.stride(1) == 1 and _plain(weight_NK)
-        and not torch.is_grad_enabled() and index_NK.is_contiguous() and weight_NK.is_contiguous()
+        ENABLED and fits and index_NK.dtype is torch.int64 and _plain(hidden_ND) and hidden_ND.dim() == 2 and hidden_ND.stride(1) == 1
+        and _plain(weight_NK) and not torch.is_grad_enabled() and index_NK.is_contiguous() and weight_NK.is_contiguous()
         and gate_up.shape[1] == 2 * down.shape[2] and down.shape[1] == gate_up.shape[2] == hidden_ND.size(1)
         and all(bias is None or (_plain(bias) and bias.dtype in kinds and bias.is_contiguous()) for bias in biases)
     )  # fmt: skip

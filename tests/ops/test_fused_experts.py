@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from ecospec_kernels import dispatch
 from ecospec_kernels.expert_mlp import fused, reference
 from ecospec_kernels.expert_mlp.reference import SWIGLU, Gate
 
@@ -117,23 +118,67 @@ def test_weights_beyond_two_to_the_31st(dtype: torch.dtype, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("at", "change", "message"), [
-    (0, lambda t: t.double(), "are not one of bf16, fp16, fp32"),
-    (0, lambda t: t.mT.contiguous().mT, "rows of hidden, index and weight must be dense"),
+    (0, lambda t: t.double(), "hidden is torch.float64, not float32, bfloat16 or float16"),
+    (0, lambda t: t[0], "are wanted"),
     (0, lambda t: t.repeat(20, 1), r"are not \[80, K\] both"),
     (0, lambda t: t[:, :-1], "do not fit hidden"),
-    (1, lambda t: t.float(), "index is torch.float32"),
+    (1, lambda t: t.float(), "index is torch.float32, not int32 or int64"),
+    (1, lambda t: t[:-1], r"index \[3, 2\] and weight \[4, 2\] are not \[4, K\] both"),
     (1, lambda t: t[:, :1], "and weight"),
+    (1, lambda t: t[0], "are wanted"),
+    (1, lambda t: t.to("meta"), "index is on meta, the first argument on cpu"),
     (2, lambda t: t.to("meta"), "weight is on meta, the first argument on cpu"),
-    (3, lambda t: t.repeat_interleave(2, -1)[..., ::2], "rows or columns of gate_up and down must be dense"),
+    (2, lambda t: t.T, "and weight"),
+    (2, lambda t: t.double(), "weight is torch.float64, not float32"),
     (3, lambda t: t[:-1], "do not fit hidden"),
+    (3, lambda t: t[:, 2:], "do not fit hidden"),
+    (3, lambda t: t.int(), "gate_up is torch.int32, not float32"),
+    (3, lambda t: t.to("meta"), "gate_up is on meta, the first argument on cpu"),
     (4, lambda t: t[0], "are wanted"),
+    (4, lambda t: t[:, :-1], "do not fit hidden"),
+    (5, lambda gate: gate._replace(limit=-1.0), "the gate's limit is -1.0, not 0 or more"),
+    (5, lambda gate: gate._replace(limit=float("nan")), "the gate's limit is nan, not 0 or more"),
+    (6, lambda t: t[0], r"gate_up_bias has shape \[32\], not \[6, 32\]"),
+    (6, lambda t: t[:-1], r"gate_up_bias has shape \[5, 32\], not \[6, 32\]"),
+    (6, lambda t: t.to("meta"), "gate_up_bias is on meta, the first argument on cpu"),
+    (7, lambda t: t[0], r"down_bias has shape \[40\], not \[6, 40\]"),
+    (7, lambda t: t.long(), "down_bias is torch.int64, not float32"),
 ])  # fmt: skip
-def test_wrong_arguments_are_refused_before_a_launch(at: int, change: Any, message: str) -> None:
-    arguments = case(4, 6, 2, 16, FP32)
+@torch.no_grad()
+def test_a_wrong_call_is_the_same_error_everywhere(at: int, change: Any, message: str) -> None:
+    cpu = pytest.importorskip("ecospec_kernels.expert_mlp.cpu", exc_type=ImportError)
+    arguments = [*case(4, 6, 2, 16, FP32), SWIGLU, *biases(6, 16, FP32)]
+    assert reference.invalid(*arguments) is fused.unsupported(*arguments) is None
     arguments[at] = change(arguments[at])
-    assert fused.unsupported(*arguments)
-    with pytest.raises(ValueError, match=message):
+    for op in (fused, reference, cpu, dispatch):
+        with pytest.raises(ValueError, match=f"^expert_mlp: .*{message}"):
+            op.expert_mlp(*arguments)
+
+
+@pytest.mark.parametrize(("at", "change", "message"), [
+    (0, lambda t: t.mT.contiguous().mT, "rows of hidden, index and weight must be dense"),
+    (0, lambda t: t.bfloat16(), "gate_up is torch.float32, hidden torch.bfloat16"),
+    (1, lambda t: t.mT.contiguous().mT, "rows of hidden, index and weight must be dense"),
+    (3, lambda t: t.repeat_interleave(2, -1)[..., ::2], "rows or columns of gate_up and down must be dense"),
+    (4, lambda t: t.half(), "down is torch.float16, hidden torch.float32"),
+    (6, lambda t: t.mT.contiguous().mT, "gate_up_bias is not contiguous"),
+])  # fmt: skip
+def test_what_the_kernels_do_not_take_the_reference_computes(at: int, change: Any, message: str) -> None:
+    arguments = [*case(4, 6, 2, 16, FP32), SWIGLU, *biases(6, 16, FP32)]
+    expected = reference.expert_mlp(*arguments)
+    arguments[at] = change(arguments[at])
+    with pytest.raises(ValueError, match=f"^expert_mlp: {message}"):
         fused.expert_mlp(*arguments)
+    found = reference.expert_mlp(*arguments)
+    assert found.dtype == arguments[0].dtype
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_ids_of_32_bits_and_a_limit_of_zero() -> None:
+    hidden, index, *rest = case(4, 6, 2, 16, FP32)
+    for op in (fused, reference):
+        assert torch.equal(op.expert_mlp(hidden, index.int(), *rest), op.expert_mlp(hidden, index, *rest))
+        assert not op.expert_mlp(hidden, index, *rest, SWIGLU._replace(limit=0.0)).any()
 
 
 def test_too_many_tokens_are_refused() -> None:
@@ -156,9 +201,3 @@ def test_a_wrong_kernel_is_found(name: str, change: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(fused.kernels, name, Wrong())
     with pytest.raises(AssertionError):
         assert_near(fused.expert_mlp(*arguments), reference.expert_mlp(*arguments))
-
-
-def test_weights_on_another_device_are_refused_by_the_reference_too() -> None:
-    hidden, index, weight = torch.ones(2, 16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
-    with pytest.raises(ValueError, match="tensors lie on cpu, meta"):
-        reference.expert_mlp(hidden, index, weight, torch.ones(2, 32, 16, device="meta"), torch.ones(2, 16, 16))

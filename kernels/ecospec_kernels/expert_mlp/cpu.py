@@ -23,7 +23,8 @@ from ecospec_kernels.blocks import (
     workspace,
     write_row,
 )  # fmt: skip
-from ecospec_kernels.expert_mlp.reference import E2M1, GROUP, SWIGLU, Gate, Mxfp4, exponents
+from ecospec_kernels.checks import refuse
+from ecospec_kernels.expert_mlp.reference import E2M1, GROUP, SWIGLU, Gate, Mxfp4, exponents, invalid
 from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
 
 DECODED = (
@@ -207,6 +208,7 @@ def expert_mlp(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Same contract as the reference; see `dispatch.supports_experts` for what it takes."""
+    refuse("expert_mlp", invalid(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias))
     n, hidden = hidden_ND.shape
     slots, (experts, _, units) = index_NK.size(1), down.shape
     if isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4):

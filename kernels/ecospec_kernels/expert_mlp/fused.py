@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ecospec_kernels.checks import refuse
 from ecospec_kernels.expert_mlp import kernels
-from ecospec_kernels.expert_mlp.reference import GROUP, SWIGLU, Fp8, Gate, Matrix
-from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, elsewhere, on_device, power_of_two
+from ecospec_kernels.expert_mlp.reference import GROUP, SWIGLU, Fp8, Gate, Matrix, invalid
+from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, on_device, power_of_two
 
 MAX_TOKENS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 512
 PLAIN, FP8, MXFP4 = "plain", "fp8", "mxfp4"
@@ -104,38 +105,28 @@ def unsupported(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """Why the kernel refuses these arguments, if it does."""
+    problem = invalid(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias)
+    if problem is not None:
+        return problem
     matrices = {"gate_up": gate_up, "down": down}
-    for name, m in matrices.items():
-        problem = None if isinstance(m, Tensor) else m.invalid()
-        if problem is not None:
-            return f"{name}: {problem}"
-    if hidden_ND.dim() != 2 or index_NK.dim() != 2 or len(gate_up.shape) != 3 or len(down.shape) != 3:
-        return "hidden [n, D], index [n, K], gate_up [E, 2M, D] and down [E, D, M] are wanted"
     (n, hidden), (experts, _, units) = hidden_ND.shape, down.shape
-    biases = {"gate_up_bias": (gate_up_bias, (experts, 2 * units)), "down_bias": (down_bias, (experts, hidden))}
-    if gate_up.shape != (experts, 2 * units, hidden) or down.shape[1] != hidden:
-        return f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not fit hidden {list(hidden_ND.shape)}"
-    if weight_NK.shape != index_NK.shape or index_NK.size(0) != n:
-        return f"index {list(index_NK.shape)} and weight {list(weight_NK.shape)} are not [{n}, K] both"
     if not (0 < n <= MAX_TOKENS and 0 < index_NK.numel() <= MAX_PAIRS and 0 < experts <= MAX_EXPERTS):
         return f"1 to {MAX_TOKENS} tokens, {MAX_PAIRS} pairs and {MAX_EXPERTS} experts are taken, not {n}, {index_NK.numel()}, {experts}"
-    dtypes = {"hidden": hidden_ND.dtype} | {name: m.dtype for name, m in matrices.items() if isinstance(m, Tensor)}
-    if len(set(dtypes.values())) > 1 or hidden_ND.dtype not in TYPES:
-        return f"{', '.join(f'{name} {dtype}' for name, dtype in dtypes.items())} are not one of bf16, fp16, fp32"
-    if index_NK.dtype not in (torch.int64, torch.int32) or weight_NK.dtype not in TYPES:
-        return f"index is {index_NK.dtype}, weight {weight_NK.dtype}"
+    if not hidden or not units:
+        return f"hidden [n, {hidden}] and {units} units: nothing to multiply"
+    for name, m in matrices.items():
+        if isinstance(m, Tensor) and m.dtype is not hidden_ND.dtype:
+            return f"{name} is {m.dtype}, hidden {hidden_ND.dtype}"
     if hidden_ND.stride(1) != 1 or not index_NK.is_contiguous() or not weight_NK.is_contiguous():
         return "rows of hidden, index and weight must be dense"
     for name, m in matrices.items():
         problem = _refused(name, m, hidden_ND.dtype, form(n, hidden_ND.dtype, kind=kind_of(m)).tile.K)
         if problem is not None:
             return problem
-    for name, (bias, shape) in biases.items():
-        if bias is not None and (bias.shape != shape or not bias.is_contiguous() or bias.dtype not in TYPES):
-            return f"{name} {list(bias.shape)} must be a dense {list(shape)}"
-    values = {name: m if isinstance(m, Tensor) else m.values for name, m in matrices.items()}
-    return elsewhere(hidden_ND, index=index_NK, weight=weight_NK, **values,
-                     gate_up_bias=gate_up_bias, down_bias=down_bias)  # fmt: skip
+    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+        if bias is not None and not bias.is_contiguous():
+            return f"{name} is not contiguous"
+    return None
 
 
 def expert_mlp(
@@ -147,9 +138,7 @@ def expert_mlp(
     Quantised matrices are decoded in registers, beside activations that stay bf16 or fp16. Raises ValueError for what
     `unsupported` names.
     """
-    reason = unsupported(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias)
-    if reason is not None:
-        raise ValueError(f"expert_mlp: {reason}")
+    refuse("expert_mlp", unsupported(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias))
     (n, hidden), (experts, _, units), top_k = hidden_ND.shape, down.shape, index_NK.size(1)
     pairs, device, dtype = n * top_k, hidden_ND.device, hidden_ND.dtype
     slot_count = min(experts, pairs)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ecospec_kernels.checks import first, refuse, wrong
+from ecospec_kernels.checks import FLOATS, IDS, refuse, wrong
 
 GROUP = 32  # MXFP4 numbers that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are their negatives
@@ -48,8 +48,10 @@ class Fp8(NamedTuple):
 
     def invalid(self) -> str | None:
         """What is wrong with dtypes and shapes, if anything."""
-        if self.values.dim() != 3 or self.values.dtype is not torch.float8_e4m3fn or min(self.block) < 1:
-            return f"FP8 is float8_e4m3fn [E, R, C] in blocks, not {self.values.dtype} {list(self.values.shape)} in {self.block}"
+        if self.values.dim() != 3 or self.values.dtype is not torch.float8_e4m3fn:
+            return f"FP8 is float8_e4m3fn [E, R, C], not {self.values.dtype} {list(self.values.shape)}"
+        if len(self.block) != 2 or not all(isinstance(size, int) and size > 0 for size in self.block):
+            return f"FP8 has a scale for so many rows and columns, two whole numbers above 0, not {self.block}"
         grid = [math.ceil(size / step) for size, step in zip(self.shape[1:], self.block, strict=True)]
         return wrong("scales", self.scales, (self.shape[0], *grid), (torch.float32,), self.values)
 
@@ -97,7 +99,7 @@ Matrix = Tensor | Fp8 | Mxfp4
 class Gate(NamedTuple):
     """gated(gate, up) = (clamp(up, -limit, limit) + shift) * g * sigmoid(alpha * g), g = min(gate, limit).
 
-    `interleaved`: rows of gate_up alternate gate, up; else all gates come first.
+    `limit`: 0 or more. `interleaved`: rows of gate_up alternate gate, up; else all gates come first.
     """
 
     interleaved: bool = False
@@ -151,20 +153,55 @@ def module_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: 
     return slots.sum(1).to(hidden_ND.dtype)
 
 
+def invalid(
+    hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Matrix, down: Matrix, gate: Gate = SWIGLU,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """What is wrong with the arguments. On a CPU it is asked for every layer of a pass: a few microseconds."""
+    for name, m in (("gate_up", gate_up), ("down", down)):
+        problem = None if isinstance(m, Tensor) else m.invalid()
+        if problem is not None:
+            return f"{name}: {problem}"
+    x, index, up, out = hidden_ND.shape, index_NK.shape, gate_up.shape, down.shape
+    if len(x) != 2 or len(index) != 2 or len(up) != 3 or len(out) != 3:
+        return "hidden [n, D], index [n, K], gate_up [E, 2M, D] and down [E, D, M] are wanted"
+    (n, hidden), (experts, rows, units) = x, out
+    if rows != hidden or up != (experts, 2 * units, hidden):
+        return f"gate_up {list(up)} and down {list(out)} do not fit hidden {list(x)}"
+    if index[0] != n or weight_NK.shape != index:
+        return f"index {list(index)} and weight {list(weight_NK.shape)} are not [{n}, K] both"
+    if index_NK.dtype not in IDS:
+        return f"index is {index_NK.dtype}, not int32 or int64"
+    if not gate.limit >= 0:
+        return f"the gate's limit is {gate.limit}, not 0 or more"
+    for name, bias, size in (("gate_up_bias", gate_up_bias, 2 * units), ("down_bias", down_bias, hidden)):
+        if bias is not None and bias.shape != (experts, size):
+            return f"{name} has shape {list(bias.shape)}, not [{experts}, {size}]"
+    named = {"hidden": hidden_ND, "weight": weight_NK, "gate_up": gate_up, "down": down,
+             "gate_up_bias": gate_up_bias, "down_bias": down_bias}  # fmt: skip
+    device = hidden_ND.device
+    for name, given in named.items():
+        if given is None:
+            continue
+        if not isinstance(given, Tensor):
+            given = given.values
+        elif given.dtype not in FLOATS:
+            return f"{name} is {given.dtype}, not float32, bfloat16 or float16"
+        if given.device != device:
+            return f"{name} is on {given.device}, the first argument on {device}"
+    return None if index_NK.device == device else f"index is on {index_NK.device}, the first argument on {device}"
+
+
 def expert_mlp(
     hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, gate_up: Matrix, down: Matrix, gate: Gate = SWIGLU,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """gate_up [E, 2M, D], down [E, D, M], biases [E, 2M] and [E, D] or None -> [n, D] in hidden's dtype.
 
-    Everything between input and output is fp32. Raises IndexError for an expert id outside [0, E], ValueError for a quantised
-    matrix whose parts do not fit each other.
+    Each is of fp32, bf16 or fp16, not necessarily the same: everything between input and output is fp32. Ids are int32 or
+    int64. Raises ValueError for what `invalid` names, IndexError for an expert id outside [0, E].
     """
-    refuse("expert_mlp", first(*(m.invalid() for m in (gate_up, down) if not isinstance(m, Tensor))))
-    parts = [m if isinstance(m, Tensor) else m.values for m in (gate_up, down)]
-    given = (hidden_ND, index_NK, weight_NK, *parts, gate_up_bias, down_bias)
-    devices = {str(t.device) for t in given if t is not None}
-    refuse("expert_mlp", f"tensors lie on {', '.join(sorted(devices))}" if len(devices) > 1 else None)
+    refuse("expert_mlp", invalid(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias))
     experts = gate_up.shape[0]
     if index_NK.numel() and not 0 <= int(index_NK.min()) <= int(index_NK.max()) <= experts:
         raise IndexError(f"expert id outside [0, {experts}]")
