@@ -103,6 +103,20 @@ def test_an_unknown_row_gets_experts_of_its_own(value: float, row: int) -> None:
     assert torch.allclose(uniform[row], torch.tensor(5 / 12)) and uniform.isfinite().all()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("value", [2.0**126, 2.0**127, -(2.0**127)])
+def test_a_mean_of_numbers_as_large_as_float32_has_is_a_number(value: float, rows: int) -> None:
+    """Although the first two rows' sum is none. Weights are as small: every logit is exact."""
+    case = hidden, head, bias = whole(rows, 3, 12, 16)
+    hidden[:, 3] = value * torch.tensor([1, 1, -0.5])[:rows]
+    head[..., 3] += 1
+    head *= 2.0**-126 * (torch.arange(16) == 3)
+    assert_hosts_sets(case, 5, 0.5)
+    exact = torch.einsum("nw,lew->nle", hidden.double(), head.double()) + bias
+    for op in OPS:
+        assert torch.equal(op.expert_predictor(*case, 5, 0.5, "logits"), (exact + 0.5 * exact[:2].mean(0)).float())
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_unknown_layer_is_unknown_in_every_row(value: float) -> None:
     case = whole(20, 3, 12, 16)

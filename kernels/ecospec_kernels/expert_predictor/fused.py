@@ -50,14 +50,15 @@ def predict_kernel(  # type: ignore[no-untyped-def]
     e, k, i = tl.arange(0, E), tl.arange(0, K), tl.arange(0, WIDTH)
     real, live = (e < experts)[None, :], (row < n)[:, None]
     second = hidden + tl.minimum(n - 1, 1) * width
-    both = tl.load(hidden + i, mask=i < width, other=0.0) + tl.load(second + i, mask=i < width, other=0.0)
-    agreed = tl.max(tl.where(tl.abs(both) < float("inf"), 0, 1), 0) == 0
+    pair = 0.5 * tl.load(hidden + i, mask=i < width, other=0.0) + 0.5 * tl.load(second + i, mask=i < width, other=0.0)
+    agreed = tl.max(tl.where(tl.abs(pair) < float("inf"), 0, 1), 0) == 0  # halves: finite numbers have a finite mean
     weights = head + (layer.to(tl.int64) * experts + e)[:, None] * width
     x = tl.zeros([R, E], tl.float32)
     for start in range(0, width, K):
         inside = start + k < width
-        pair = tl.load(hidden + start + k, mask=inside, other=0.0) + tl.load(second + start + k, mask=inside, other=0.0)
-        lean = tl.where(agreed, shrinkage * (0.5 * pair), 0.0)
+        pair = 0.5 * tl.load(hidden + start + k, mask=inside, other=0.0)
+        pair += 0.5 * tl.load(second + start + k, mask=inside, other=0.0)
+        lean = tl.where(agreed, shrinkage * pair, 0.0)
         h = tl.load(hidden + row[:, None] * width + (start + k)[None, :], mask=live & inside[None, :], other=0.0)
         w = tl.load(weights + (start + k)[None, :], mask=(e < experts)[:, None] & inside[None, :], other=0.0)
         x = tl.dot(h + lean[None, :], tl.trans(w), x, input_precision="ieee")

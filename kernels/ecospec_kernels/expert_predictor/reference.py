@@ -1,8 +1,8 @@
 """`expert_predictor`: the linear routing head of the predictor, for every row and layer, down to sets of experts.
 
 logits[n, l] = head[l] . hidden[n] + bias[l], plus `shrinkage` times the mean of the first two rows' logits: `shrink` in
-`ecospec_runtime/predictor.py`, here as a mean of hidden rows, which is the same for a linear head of finite numbers. A
-mean that is not finite is left out. The trunk before the head is a few small products, which torch does well.
+`ecospec_runtime/predictor.py`, here as a mean of hidden rows, which is the same for a linear head of finite numbers. It
+is left out if one of these rows has a number that is not finite. The trunk before the head is a few small products, which torch does well.
 
 - `masks`: the `top_k` largest logits of a row and layer as bits, of equal ones the lower expert first. A row and layer with
   a logit that is not finite is unknown: it gets the experts row * top_k to row * top_k + top_k - 1, wrapping around. As
@@ -51,8 +51,9 @@ def expert_predictor(
 ) -> Tensor:
     """-> masks `[N, L, words]` int32 (see `bitsets`), or probabilities or logits `[N, L, E]` float32. Row 0 is the root."""
     refuse("expert_predictor", invalid(hidden_NW, head_LEW, bias_LE, top_k, shrinkage, output))
-    lean_W = shrinkage * hidden_NW[:2].mean(0)
-    agreed = lean_W.isfinite().all()
+    leading = hidden_NW[:2]
+    agreed = leading.isfinite().all()
+    lean_W = shrinkage * (leading / len(leading)).sum(0)  # halves: finite numbers have a finite mean
     hidden_NW = hidden_NW + torch.where(agreed, lean_W, 0.0)
     bias_LE = bias_LE + torch.where(agreed, shrinkage * bias_LE, 0.0)
     logits_NLE = F.linear(hidden_NW, head_LEW.flatten(0, 1), bias_LE.flatten()).unflatten(-1, bias_LE.shape)
