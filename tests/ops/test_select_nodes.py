@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,3 +207,26 @@ def test_a_node_whose_parent_is_no_node_is_padding(parent: int) -> None:
         found = op.select_nodes(*pool, reference.ratio(1.0, 1), 3)
         assert found.nodes.tolist() == [0, 2, -1], op.__name__
         assert found.parent_rows.tolist() == [0, 1, -1]
+
+
+@pytest.mark.parametrize(("make", "arguments", "message"), [
+    (reference.ratio, {"epsilon": 0.0}, "epsilon 0.0 times 3 layers must be above 0"),
+    (reference.ratio, {"epsilon": -1.0}, "epsilon -1.0 times 3 layers must be above 0"),
+    (reference.ratio, {"epsilon": math.nan}, "epsilon nan times 3 layers must be above 0"),
+    (reference.ratio, {"layers": 0}, "epsilon 1.0 times 0 layers must be above 0"),
+    (reference.ratio, {"epsilon": math.inf}, "must be finite"),
+    (reference.ratio, {"capacity": 1.5}, "the capacity is 1.5, not a whole number from 1 to"),
+    (reference.ratio, {"capacity": 0}, "the capacity is 0, not"),
+    (reference.ratio, {"capacity": math.nan}, "the capacity is nan, not"),
+    (reference.ratio, {"capacity": 2**31}, "the capacity is 2147483648, not"),
+    (reference.ratio, {"capacity": 1, "penalty": math.inf}, "penalty inf must be finite"),
+    (reference.ratio, {"capacity": 1, "penalty": -1.0}, "penalty -1.0 must be finite, the penalty 0 or more"),
+    (reference.throughput, {"token_cost": math.nan}, "must be finite"),
+    (reference.throughput, {"saving": -math.inf}, "must be finite"),
+    (reference.throughput, {"capacity": 1.5}, "the capacity is 1.5, not"),
+])  # fmt: skip
+def test_a_rule_that_could_not_compare_two_nodes_is_refused(make: Any, arguments: dict[str, Any], message: str) -> None:
+    usual = {"epsilon": 1.0, "layers": 3} if make is reference.ratio else {"token_cost": 0.1, "expert_cost": 0.1}
+    assert make(**usual, capacity=3.0).parameters[3] == 3 and not make(**usual).limited
+    with pytest.raises(ValueError, match=f"^{make.__name__}: .*{message}"):
+        make(**usual | arguments)

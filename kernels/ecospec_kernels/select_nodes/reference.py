@@ -20,6 +20,7 @@ Legend of shapes: n nodes, L MoE layers, W words of a set of experts (see `bitse
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,7 +33,10 @@ UNLIMITED = 2**30  # a capacity that no layer reaches
 
 
 class Rule(NamedTuple):
-    """What the score is. A captured graph reads `parameters` anew at each replay: write into it to change the price."""
+    """What the score is. A captured graph reads `parameters` anew at each replay: write into it to change the price.
+
+    `ratio` and `throughput` make rules and say which numbers they take; nothing later looks at what lies on a device.
+    """
 
     kind: Literal["ratio", "throughput"]
     parameters: Tensor  # [5] float64: base, expert_cost, saving, capacity, penalty
@@ -47,21 +51,34 @@ class Selection(NamedTuple):
     number: Tensor  # [1] int32 chosen nodes
 
 
+def _rule(
+    kind: Literal["ratio", "throughput"], costs: list[float], capacity: int | None, penalty: float, device: torch.device | str
+) -> Rule:  # fmt: skip
+    """ValueError for numbers by which two nodes could not be compared; a captured graph looks at none of them."""
+    if not all(map(math.isfinite, costs)) or not 0 <= penalty < math.inf:
+        raise ValueError(f"{kind}: costs {costs} and penalty {penalty} must be finite, the penalty 0 or more")
+    if capacity is not None and not (1 <= capacity <= UNLIMITED and capacity == int(capacity)):
+        raise ValueError(f"{kind}: the capacity is {capacity}, not a whole number from 1 to {UNLIMITED}")
+    values = [*costs, UNLIMITED if capacity is None else capacity, penalty]
+    return Rule(kind, torch.tensor(values, dtype=torch.float64, device=device), capacity is not None)
+
+
 def ratio(
     epsilon: float, layers: int, capacity: int | None = None, penalty: float = 1.0, device: torch.device | str = "cpu"
 ) -> Rule:
-    """The rule of `RatioPolicy` with these parameters."""
-    values = [epsilon * layers, 0.0, 0.0, UNLIMITED if capacity is None else capacity, penalty]
-    return Rule("ratio", torch.tensor(values, dtype=torch.float64, device=device), capacity is not None)
+    """The rule of `RatioPolicy` with these parameters. ValueError as there, so for an epsilon of 0: a node that nothing needs
+    would have a score of 0 / 0."""
+    if not epsilon * layers > 0:
+        raise ValueError(f"ratio: epsilon {epsilon} times {layers} layers must be above 0")
+    return _rule("ratio", [epsilon * layers, 0.0, 0.0], capacity, penalty, device)
 
 
 def throughput(
     token_cost: float, expert_cost: float, saving: float = 0.0, capacity: int | None = None, penalty: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> Rule:  # fmt: skip
-    """The frontier form of `ThroughputPolicy`: costs in expected tokens, that is price times ms."""
-    values = [token_cost, expert_cost, saving, UNLIMITED if capacity is None else capacity, penalty]
-    return Rule("throughput", torch.tensor(values, dtype=torch.float64, device=device), capacity is not None)
+    """The frontier form of `ThroughputPolicy`: costs in expected tokens, that is price times ms. ValueError as there."""
+    return _rule("throughput", [token_cost, expert_cost, saving], capacity, penalty, device)
 
 
 def invalid(
