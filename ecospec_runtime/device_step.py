@@ -81,17 +81,25 @@ class GivenPool:
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, nodes: int, layers: int, words: int, device: torch.device | str = "cpu"):
-        """Room for so many nodes, and sets of experts of `layers` times `words` words."""
+        """Room for so many nodes, and sets of experts of `layers` times `words` words: 1 or more each, else ValueError."""
+        if min(nodes, layers, words) < 1:
+            raise ValueError(f"{nodes} nodes, {layers} layers and {words} words: each must be at least 1")
         reach = torch.zeros(nodes, device=device)
         tokens, parents = (torch.zeros(nodes, dtype=torch.int64, device=device) for _ in range(2))
         masks = torch.zeros(nodes, layers, words, dtype=torch.int32, device=device)
         self.pool = DevicePool(tokens, parents.fill_(-2), reach, masks, masks[0].clone())
 
     def fill(self, pool: DevicePool) -> None:
-        """Copy a pool of at most as many nodes; the rest is padding. ValueError for more."""
+        """Copy a pool of at most as many nodes; the rest is padding. ValueError, and nothing copied, if a part does not fit."""
         room, nodes = len(self.pool.tokens), len(pool.tokens)
         if nodes > room:
             raise ValueError(f"a pool of {nodes} nodes does not fit {room}")
+        for name, own, new in zip(DevicePool._fields, self.pool, pool, strict=True):
+            shape = own.shape if name == "root_mask" else (nodes, *own.shape[1:])
+            if new.shape != shape or new.dtype is not own.dtype:
+                raise ValueError(
+                    f"{name} of a pool of {nodes} nodes: {list(new.shape)} {new.dtype}, not {list(shape)} {own.dtype}"
+                )
         self.pool.parents.fill_(-2)
         for own, new in zip(self.pool[:4], pool[:4], strict=True):
             own[:nodes].copy_(new)
@@ -111,9 +119,11 @@ class DeviceState:
     def __init__(self, target: Target, read: Prefilled, capacity: int):
         """After a prompt that the target has read. `capacity`: rows of the cache, those of the last pass included.
 
-        ValueError if the prompt does not fit.
+        ValueError if the prompt, whose last token is the root of the first pass, does not fit.
         """
         past, device = len(read.prompt) - 1, target.device
+        if capacity < len(read.prompt):
+            raise ValueError(f"a prompt of {len(read.prompt)} tokens does not fit {capacity} rows")
         self.root = torch.tensor(read.prompt[-1:], device=device)  # [1]
         self.past = torch.tensor([past], device=device)  # [1] committed rows
         if not past:  # a pass that is not kept: the layers' shapes are known after it
@@ -148,11 +158,18 @@ class DeviceStep:
         self, target: Target, state: DeviceState, pools: Pools | None = None, rule: Rule | None = None, budget: int = 0,
         span: int | None = None, choose: Choose = greedy,
     ):  # fmt: skip
-        """`budget`: nodes that may be chosen by `rule` (0: plain decoding); `span`: rows looked at, by default all."""
+        """`budget`: nodes that may be chosen by `rule` (0: plain decoding); `span`: rows looked at, by default all.
+
+        ValueError for a budget below 0 or without pools and rule, a pass beyond `BUCKETS`, a span that is smaller than a
+        pass or larger than the cache.
+        """
+        if budget < 0:
+            raise ValueError(f"a budget of {budget} nodes: 0 or more are wanted")
         if budget and (pools is None or rule is None):
             raise ValueError(f"a budget of {budget} nodes needs pools to choose from and a rule to choose by")
         self.target, self.state, self.pools, self.rule, self.budget = target, state, pools, rule, budget
-        self.rows, self.span, self.choose = bucket(1 + budget), span or state.cache.capacity, choose
+        self.rows, self.choose = bucket(1 + budget), choose
+        self.span = state.cache.capacity if span is None else span
         if not self.rows <= self.span <= state.cache.capacity:
             raise ValueError(f"a span of {self.span} rows is not within {self.rows} and {state.cache.capacity}")
 

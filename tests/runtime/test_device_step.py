@@ -438,14 +438,39 @@ def test_damage_is_reported_by_the_read(qwen: tuple[Target, list[int]], monkeypa
 def test_wrong_sizes_are_refused(qwen: tuple[Target, list[int]]) -> None:
     target, text = qwen
     step, pools = given(qwen)
+    read_once: Any = Engine(target).prefilled(text[:PROMPT])
+    assert read(DeviceStep(target, DeviceState(target, read_once, PROMPT))(), "it") == text[PROMPT : PROMPT + 1]
     assert [bucket(rows) for rows in (1, 2, 3, 33, 64)] == [1, 2, 4, 64, 64]
     for message, wrong in (
         ("65 rows of a pass are more than 64", lambda: bucket(65)),
         ("a budget of 2 nodes needs pools", lambda: DeviceStep(target, step.state, None, None, 2)),
+        ("a budget of -1 nodes: 0 or more", lambda: given(qwen, budget=-1)),
+        ("a budget of -1 nodes: 0 or more", lambda: DeviceStep(target, step.state, budget=-1)),
+        ("a span of 0 rows is not within 8 and 40", lambda: given(qwen, span=0)),
         ("a span of 41 rows is not within 8 and 40", lambda: given(qwen, span=41)),
         ("a span of 4 rows is not within 8 and 40", lambda: given(qwen, span=4)),
         ("a pool of 10 nodes does not fit 9", lambda: pools.fill(DevicePool(*[torch.zeros(10)] * 5))),
-        ("a cache of 8 rows and 7 layers does not fit 7", lambda: DeviceState(target, Engine(target).prefilled(text[:PROMPT]), 7)),
+        *((f"a prompt of {PROMPT} tokens does not fit {rows} rows", lambda rows=rows: DeviceState(target, read_once, rows))
+          for rows in (PROMPT - 1, PROMPT - 2, 0, -3)),
+        ("0 nodes, 7 layers and 1 words: each must be at least 1", lambda: GivenPool(0, 7, 1)),
+        ("9 nodes, 7 layers and -1 words: each must be at least 1", lambda: GivenPool(9, 7, -1)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             wrong()
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("tokens", lambda t: t[:, None]), ("parents", lambda t: t[:1]), ("parents", lambda t: t.repeat(2)),
+    ("parents", lambda t: t.int()), ("reach", lambda t: t[:-1]), ("reach", lambda t: t.double()), ("masks", lambda t: t[:, :1]),
+    ("masks", lambda t: t.repeat(1, 1, 2)), ("masks", lambda t: t.long()), ("masks", lambda t: t[:1]),
+    ("root_mask", lambda t: t[:1]), ("root_mask", lambda t: t.long()),
+])  # fmt: skip
+def test_a_pool_whose_parts_do_not_fit_is_not_copied(qwen: tuple[Target, list[int]], name: str, change: Any) -> None:
+    target, text = qwen
+    pools, rng = GivenPool(NODES, target.moe_layers, 1), random.Random(0)
+    pools.fill(pool_of(text[PROMPT:], rng, target))
+    before = [part.clone() for part in pools.pool]
+    other = pool_of(text[PROMPT + 1 :], rng, target)
+    with pytest.raises(ValueError, match=f"^{name} of a pool of {NODES} nodes: "):
+        pools.fill(other._replace(**{name: change(getattr(other, name))}))
+    assert all(map(torch.equal, pools.pool, before))
