@@ -98,7 +98,10 @@ def amdgcn_usage(assembly: str) -> tuple[int, int]:
 
 
 def compiled(configuration: Configuration, chip: Chip) -> Usage:
-    """Compile one configuration for one chip; pointers and whole numbers are taken as multiples of 16, as they are in models."""
+    """Compile one configuration for one chip, as a launch compiles it where a model's sizes and addresses are multiples of 16.
+
+    What changes from pass to pass a kernel names in `do_not_specialize`; what may be a view, in `do_not_specialize_on_alignment`.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -110,8 +113,9 @@ def compiled(configuration: Configuration, chip: Chip) -> Usage:
         raise ValueError(f"{configuration.name}: arguments are {kernel.arg_names}, {missing} have no type")
     constants = {(kernel.arg_names.index(name),): value for name, value in configuration.constants.items()}
     aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, kind in enumerate(signature.values()) if kind[0] == "*" or kind in ("i32", "i64")
+        (p.num,): [["tt.divisibility", 16]]
+        for p, kind in zip(kernel.params, signature.values(), strict=True)
+        if (kind[0] == "*" or kind in ("i32", "i64")) and not (p.do_not_specialize or p.do_not_specialize_on_alignment)
     }  # fmt: skip
     source = ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages,

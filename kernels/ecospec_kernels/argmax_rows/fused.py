@@ -27,7 +27,7 @@ def _key(x, place):  # type: ignore[no-untyped-def]
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def argmax_kernel(  # type: ignore[no-untyped-def]
     logits, keys, row_stride, vocabulary, pieces, BLOCK: tl.constexpr, PIECE: tl.constexpr
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def argmax_kernel(  # type: ignore[no-untyped-def]
     tl.store(keys + r * pieces + p, tl.max(best, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def combine_kernel(keys, out, pieces, P: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program r: the place in the largest of row r's keys. P: a power of two, pieces or more."""
     r, piece = tl.program_id(0), tl.arange(0, P)

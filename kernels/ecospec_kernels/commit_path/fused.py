@@ -35,7 +35,7 @@ def _move(cache, head_stride, row_stride, dim, start, room, rows, count, M: tl.c
     tl.store(line + (start + i)[:, None] * row_stride, held, mask=moves)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "m"], do_not_specialize_on_alignment=["rows", "count", "past"])
 def commit_kernel(  # type: ignore[no-untyped-def]
     keys, values, rows, count, past, length, key_head, key_row, value_head, value_row, room, key_dim, value_dim, m,
     M: tl.constexpr, COLUMNS: tl.constexpr,
@@ -72,11 +72,12 @@ def commit_path(keys_HCD: Tensor, values_HCE: Tensor, rows_m: Tensor, count: Ten
 
 
 def configurations(backend: str) -> list[Configuration]:
-    """Every dtype and size of pass."""
+    """Every dtype and size of pass, and `past` of either type."""
     integers = ("key_head", "key_row", "value_head", "value_row", "room", "key_dim", "value_dim", "m")
-    types = {"rows": "*i32", "count": "*i32", "past": "*i64", "length": "*i64"} | dict.fromkeys(integers, "i32")
+    types = {"rows": "*i32", "count": "*i32"} | dict.fromkeys(integers, "i32")
     return [
-        Configuration(f"commit_path {name} {m} rows", commit_kernel, types | {"keys": f"*{name}", "values": f"*{name}"},
+        Configuration(f"commit_path {name} {m} rows {ids}", commit_kernel,
+                      types | dict.fromkeys(("keys", "values"), f"*{name}") | dict.fromkeys(("past", "length"), f"*{ids}"),
                       {"M": m, "COLUMNS": COLUMNS})
-        for name in TYPES.values() for m in ROWS
+        for name in TYPES.values() for m in ROWS for ids in ("i32", "i64")
     ]  # fmt: skip

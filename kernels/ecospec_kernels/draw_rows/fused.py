@@ -32,7 +32,7 @@ def noise_bits(start, place):  # type: ignore[no-untyped-def]
     return (_mix(start + place.to(tl.uint64) * STEP) >> (64 - BITS)).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def draw_kernel(  # type: ignore[no-untyped-def]
     logits, positions, seed, temperature, keys, row_stride, vocabulary, pieces, BLOCK: tl.constexpr, PIECE: tl.constexpr
 ):  # fmt: skip

@@ -8,6 +8,7 @@ same inputs give the same bits. Sums are fp32; the units between the two product
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from ecospec_kernels.checks import refuse
 from ecospec_kernels.expert_mlp import kernels
 from ecospec_kernels.expert_mlp.reference import GROUP, SWIGLU, Fp8, Gate, Matrix, invalid
-from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, on_device, power_of_two
+from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, on_device, power_of_two, smallest
 
 MAX_TOKENS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 512
+ID_TYPES = ("i32", "i64")  # of `index`
 PLAIN, FP8, MXFP4 = "plain", "fp8", "mxfp4"
+PAIRS, BINS = (32, 128, MAX_PAIRS), (256, 512, 2 * MAX_EXPERTS)  # sizes of `plan` that are compiled
 COMBINED = 512  # outputs of one program of `combine`
 
 
@@ -159,11 +162,11 @@ def expert_mlp(
 
     with on_device(hidden_ND):
         kernels.plan[(experts,)](index_NK, order, slots, pairs, experts, slot_count,
-                                 P=power_of_two(pairs), E=power_of_two(experts + 1))  # fmt: skip
+                                 P=smallest(pairs, PAIRS), E=smallest(experts + 1, BINS))  # fmt: skip
         product(kernels.gate_up, gate_up, gate_up_bias, hidden_ND, order, slots, inner, hidden_ND.stride(0), slot_count,
-                top_k, hidden, units, low, gate.alpha, gate.limit, gate.shift, INTERLEAVED=gate.interleaved)  # fmt: skip
-        product(kernels.down, down, down_bias, inner, order, slots, weight_NK, y, slot_count, hidden, units, low)
-        kernels.combine[(-(-hidden // COMBINED), n)](y, index_NK, out, top_k, experts, hidden, C=COMBINED)
+                top_k, hidden, units, low, *map(float, gate[1:]), INTERLEAVED=gate.interleaved)  # fmt: skip
+        product(kernels.down, down, down_bias, inner, order, slots, y, slot_count, hidden, units, low)
+        kernels.combine[(-(-hidden // COMBINED), n)](y, index_NK, weight_NK, out, top_k, experts, hidden, C=COMBINED)
     return out
 
 
@@ -172,18 +175,20 @@ def _products(n: int, dtype: torch.dtype, kind: str, transposed: bool, backend: 
     name, (tile, warps, stages), gpt_oss = TYPES[dtype], form(n, dtype, backend, kind), transposed or kind == MXFP4
     constants = {"w_row" if transposed else "w_depth": 1, "SPLIT": dtype.itemsize == 2, "BIAS": gpt_oss, "FORMAT": kind}
     constants |= {"BLOCK_ROWS": 128 if kind == FP8 else 1, "BLOCK": 128 if kind == FP8 else GROUP, **tile._asdict()}
-    types = {"order": "*i32", "slots": "*i32", "inner": f"*{name}", "bias": f"*{name}", "slot_count": "i32"}
+    types = {"order": "*i32", "slots": "*i32", "inner": f"*{name}", "slot_count": "i32"}
+    types |= dict.fromkeys(("scales_expert", "scales_row"), "i32") | ({"bias": f"*{name}"} if gpt_oss else {})
+    constants |= {} if gpt_oss else {"bias": None}
     types |= dict.fromkeys(("w_expert", "w_depth" if transposed else "w_row", "hidden", "units", "low"), "i32")
     types["w"] = f"*{name}" if kind == PLAIN else "*u8"
     if kind == PLAIN:
-        constants |= {"scales": None, "scales_expert": 0, "scales_row": 0}
+        constants["scales"] = None
     else:
-        types |= {"scales": "*fp32" if kind == FP8 else "*u8", "scales_expert": "i32", "scales_row": "i32"}
+        types["scales"] = "*fp32" if kind == FP8 else "*u8"
     label = f"{name} rows={tile.R}{' transposed' if transposed else ''}"
     label = label if kind == PLAIN else f"{kind} {label}"
     up = types | {"x": f"*{name}", "x_row": "i32", "top_k": "i32"} | dict.fromkeys(("alpha", "limit", "shift"), "fp32")
     interleaved = constants | {"INTERLEAVED": gpt_oss}
-    out = types | {"weight": f"*{name}", "y": "*fp32"}
+    out = types | {"y": "*fp32"}
     return [
         Configuration(f"expert_mlp.gate_up {label}", kernels.gate_up, up, interleaved, warps, stages),
         Configuration(f"expert_mlp.down {label}", kernels.down, out, constants, warps, stages),
@@ -193,15 +198,19 @@ def _products(n: int, dtype: torch.dtype, kind: str, transposed: bool, backend: 
 def configurations(backend: str) -> list[Configuration]:
     """Every compiled form: layouts of Qwen-MoE (rows dense), GPT-OSS (transposed, or MXFP4) and DeepSeek-V3 (FP8)."""
     found = []
-    for dtype, name in TYPES.items():
+    for dtype in TYPES:
         kinds = [(PLAIN, False), (PLAIN, True)] + [(FP8, False), (MXFP4, False)] * (dtype.itemsize == 2)
         for n in (16, 32, 64):
             for kind, transposed in kinds:
                 found += _products(n, dtype, kind, transposed, backend)
-        types = {"y": "*fp32", "index": "*i64", "out": f"*{name}"}
-        types |= dict.fromkeys(("top_k", "experts", "hidden"), "i32")
-        found.append(Configuration(f"expert_mlp.combine {name}", kernels.combine, types, {"C": COMBINED}))
-    types = {"index": "*i64", "order": "*i32", "slots": "*i32"}
-    types |= dict.fromkeys(("pairs", "experts", "slot_count"), "i32")
-    largest = {"P": MAX_PAIRS, "E": 2 * MAX_EXPERTS}
-    return [*found, Configuration("expert_mlp.plan", kernels.plan, types, largest)]
+    counts = dict.fromkeys(("top_k", "experts", "hidden"), "i32")
+    for ids, name, weight in itertools.product(ID_TYPES, TYPES.values(), TYPES.values()):
+        types = {"y": "*fp32", "index": f"*{ids}", "weight": f"*{weight}", "out": f"*{name}", **counts}
+        label = f"expert_mlp.combine {name} weight={weight} {ids}"
+        found.append(Configuration(label, kernels.combine, types, {"C": COMBINED}))
+    counts = dict.fromkeys(("pairs", "experts", "slot_count"), "i32")
+    for ids, pairs, bins in itertools.product(ID_TYPES, PAIRS, BINS):
+        types = {"index": f"*{ids}", "order": "*i32", "slots": "*i32", **counts}
+        label = f"expert_mlp.plan {pairs} pairs {bins} bins {ids}"
+        found.append(Configuration(label, kernels.plan, types, {"P": pairs, "E": bins}))
+    return found

@@ -18,7 +18,7 @@ GROUP = tl.constexpr(32)  # numbers of MXFP4 that share a scale
 E4M3_BIAS, E2M1_BIAS = tl.constexpr(2.0**120), tl.constexpr(2.0**126)  # by which their exponents fall short of fp32's
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "experts", "slot_count"])
 def plan(index, order, slots, pairs, experts, slot_count, P: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program e: where the pairs of expert e stand in `order` (pairs by expert, rising), and its slot.
 
@@ -143,7 +143,7 @@ def _dot(x, w, acc):  # type: ignore[no-untyped-def]
     return tl.dot(x, w, acc, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_count", "top_k", "scales_expert", "scales_row"])
 def gate_up(x, order, slots, inner, x_row, slot_count, top_k, hidden, units, low, alpha, limit, shift, bias,  # type: ignore[no-untyped-def]
             w, w_expert, w_row, w_depth, scales, scales_expert, scales_row, FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
             BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
@@ -194,12 +194,12 @@ def gate_up(x, order, slots, inner, x_row, slot_count, top_k, hidden, units, low
             tl.store(at + low, y - high.to(tl.float32), mask=mask)
 
 
-@triton.jit
-def down(inner, order, slots, weight, y, slot_count, hidden, units, low, bias,  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slot_count", "scales_expert", "scales_row"])
+def down(inner, order, slots, y, slot_count, hidden, units, low, bias,  # type: ignore[no-untyped-def]
          w, w_expert, w_row, w_depth, scales, scales_expert, scales_row, FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
          BLOCK: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
          R: tl.constexpr, C: tl.constexpr, K: tl.constexpr):  # fmt: skip
-    """y [pairs, hidden] (fp32) = weight * (inner @ down.T + bias) for C outputs of one touched expert."""
+    """y [pairs, hidden] (fp32) = inner @ down.T + bias for C outputs of one touched expert."""
     slot = tl.program_id(1)
     expert = tl.load(slots + slot).to(tl.int64)
     begin = tl.load(slots + slot_count + slot)
@@ -219,13 +219,12 @@ def down(inner, order, slots, weight, y, slot_count, hidden, units, low, bias,  
         )
         if BIAS:
             acc += tl.load(bias + expert * hidden + row, mask=known, other=0.0).to(tl.float32)[None, :]
-        acc *= tl.load(weight + pair, mask=live, other=0.0).to(tl.float32)[:, None]
         tl.store(y + pair[:, None] * hidden + row[None, :], acc, mask=live[:, None] & known[None, :])
 
 
-@triton.jit
-def combine(y, index, out, top_k, experts, hidden, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out [n, hidden] = sum of y [n, top_k, hidden] in the order of slots; those of ids outside [0, experts) add nothing."""
+@triton.jit(do_not_specialize=["top_k", "experts"])
+def combine(y, index, weight, out, top_k, experts, hidden, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [n, hidden] = sum of weight * y [n, top_k, hidden] in the order of slots; those of ids outside [0, experts) add nothing."""
     token = tl.program_id(1)
     c = tl.program_id(0) * C + tl.arange(0, C)
     total = tl.full([C], 0.0, tl.float32)
@@ -233,5 +232,6 @@ def combine(y, index, out, top_k, experts, hidden, C: tl.constexpr):  # type: ig
         pair = token * top_k + slot
         expert = tl.load(index + pair)
         known = (expert >= 0) & (expert < experts)
-        total += tl.load(y + pair * hidden + c, mask=known & (c < hidden), other=0.0)
+        share = tl.load(weight + pair, mask=known, other=0.0).to(tl.float32)
+        total += share * tl.load(y + pair * hidden + c, mask=known & (c < hidden), other=0.0)
     tl.store(out + token * hidden + c, total.to(out.dtype.element_ty), mask=c < hidden)

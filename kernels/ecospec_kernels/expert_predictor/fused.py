@@ -38,7 +38,7 @@ def form(experts: int, backend: str = BACKEND) -> Form:
     return Form(16, padded, 16, 4 if padded <= 128 else 8, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "layers", "words", "top_k"])
 def predict_kernel(  # type: ignore[no-untyped-def]
     hidden, head, bias, out, n, width, experts, layers, words, top_k, shrinkage,
     MASKS: tl.constexpr, PROBABILITIES: tl.constexpr, WIDTH: tl.constexpr, WORD: tl.constexpr,
@@ -56,9 +56,9 @@ def predict_kernel(  # type: ignore[no-untyped-def]
     x = tl.zeros([R, E], tl.float32)
     for start in range(0, width, K):
         inside = start + k < width
-        pair = 0.5 * tl.load(hidden + start + k, mask=inside, other=0.0)
-        pair += 0.5 * tl.load(second + start + k, mask=inside, other=0.0)
-        lean = tl.where(agreed, shrinkage * pair, 0.0)
+        lean = 0.5 * tl.load(hidden + start + k, mask=inside, other=0.0)
+        lean += 0.5 * tl.load(second + start + k, mask=inside, other=0.0)
+        lean = tl.where(agreed, shrinkage * lean, 0.0)
         h = tl.load(hidden + row[:, None] * width + (start + k)[None, :], mask=live & inside[None, :], other=0.0)
         w = tl.load(weights + (start + k)[None, :], mask=(e < experts)[:, None] & inside[None, :], other=0.0)
         x = tl.dot(h + lean[None, :], tl.trans(w), x, input_precision="ieee")

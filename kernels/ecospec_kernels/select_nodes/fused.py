@@ -11,6 +11,7 @@ are 119 KB and fit the L1 cache of an A100 or later.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,15 +38,15 @@ def popcount(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _reads(rows, inside, covered, layers, words, limit, N: tl.constexpr, LB: tl.constexpr, W: tl.constexpr, LIMITED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _reads(rows, inside, covered, layers, limit, N: tl.constexpr, LB: tl.constexpr, W: tl.constexpr, LIMITED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     """Size of the union of `covered` and each of N sets, and what it has over `limit`, layer by layer: int32 [N] each.
 
     `rows` [N]: pointers to the sets; `inside` [N]: those to read, the others are empty.
     """
     held, over = tl.zeros([N, LB, W], tl.int32), tl.zeros([N, LB], tl.int32)
     for start in range(0, layers, LB):
-        layer, word = start + tl.arange(0, LB)[:, None], tl.arange(0, W)[None, :]
-        place, real = layer * words + word, (layer < layers) & (word < words)
+        layer = start + tl.arange(0, LB)[:, None]
+        place, real = layer * W + tl.arange(0, W)[None, :], layer < layers
         taken = tl.load(covered + place, mask=real, other=0)
         sets = tl.load(rows[:, None, None] + place[None], mask=inside[:, None, None] & real[None], other=0)
         bits = popcount(sets | taken[None])
@@ -55,36 +56,42 @@ def _reads(rows, inside, covered, layers, words, limit, N: tl.constexpr, LB: tl.
     return tl.sum(tl.sum(held, 2), 1), tl.sum(over, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "layers", "budget"])
 def select_kernel(  # type: ignore[no-untyped-def]
     reach, parents, masks, root, parameters, covered, nodes, parent_rows, count,
-    n, layers, words, budget,
+    n, layers, budget,
     N: tl.constexpr, LB: tl.constexpr, W: tl.constexpr, RATIO: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """All tensors contiguous. N, W: at least n and words, powers of two; LB layers at a time. A budget of up to N.
+    """All tensors contiguous. N: a power of two, at least n; LB layers of W words at a time. A budget of up to N.
 
-    `covered` [layers * words]: room for the set of experts that are paid for.
+    `covered` [layers * W]: room for the set of experts that are paid for.
     """
     base, expert_cost = tl.load(parameters), tl.load(parameters + 1)
-    saving, penalty = tl.load(parameters + 2), tl.load(parameters + 4)
     limit = tl.load(parameters + 3).to(tl.int32)
     node = tl.arange(0, N)
-    all_words, word = layers * words, tl.arange(0, LB * W)
+    all_words, word = layers * W, tl.arange(0, LB * W)
     for start in range(0, all_words, LB * W):
         real = start + word < all_words
         tl.store(covered + start + word, tl.load(root + start + word, mask=real, other=0), mask=real)
     tl.debug_barrier()
     rows = masks + node.to(tl.int64) * all_words
-    held_n, over_n = _reads(rows, node < 0, covered, layers, words, limit, N, LB, W, LIMITED)
-    paid = tl.max(held_n, 0).to(tl.float64) + penalty * tl.max(over_n, 0).to(tl.float64)
+    held_n, over_n = _reads(rows, node < 0, covered, layers, limit, N, LB, W, LIMITED)
+    paid = tl.max(held_n, 0).to(tl.float64)
+    if LIMITED:
+        paid += tl.load(parameters + 4) * tl.max(over_n, 0).to(tl.float64)
     parent = tl.load(parents + node, mask=node < n, other=-2).to(tl.int32)
     value = tl.load(reach + node, mask=node < n, other=0.0).to(tl.float64)
     value = tl.minimum(tl.where((value >= 0) & (value < float("inf")), value, 0.0), 1.0)
-    is_open, chosen = parent == -1, parent < -9
+    state = tl.where(
+        parent == -1, 1, 0
+    )  # 1: open, 2: chosen. Flags would lie in scalar registers on ROCm, which are few
     total = base * 0.0
     for _ in range(budget):
-        held_n, over_n = _reads(rows, is_open, covered, layers, words, limit, N, LB, W, LIMITED)
-        reads = held_n.to(tl.float64) + penalty * over_n.to(tl.float64)
+        is_open = state == 1
+        held_n, over_n = _reads(rows, is_open, covered, layers, limit, N, LB, W, LIMITED)
+        reads = held_n.to(tl.float64)
+        if LIMITED:
+            reads += tl.load(parameters + 4) * over_n.to(tl.float64)
         new = reads - paid
         score = value / (new + base) if RATIO else value - base - expert_cost * new
         score = tl.where(is_open, score, float("-inf"))
@@ -96,16 +103,16 @@ def select_kernel(  # type: ignore[no-untyped-def]
         paid = tl.where(pick < N, tl.sum(tl.where(added, reads, 0.0), 0), paid)
         worth = tl.sum(tl.where(added, value, 0.0), 0)
         value = tl.where(parent == pick, tl.minimum(value, worth), value)
-        is_open = (is_open | (parent == pick)) & (node != pick)
-        chosen = chosen | added
+        state = tl.where(added, 2, tl.where(parent == pick, 1, state))
         tl.debug_barrier()
         for start in range(0, all_words, LB * W):
             real = (start + word < all_words) & (pick < N)
             more = tl.load(masks + pick.to(tl.int64) * all_words + start + word, mask=real, other=0)
             tl.store(covered + start + word, tl.load(covered + start + word, mask=real, other=0) | more, mask=real)
         tl.debug_barrier()
+    chosen = state == 2
     if not RATIO:
-        chosen = tl.where(total > saving, chosen, node < 0)
+        chosen = tl.where(total > tl.load(parameters + 2), chosen, node < 0)
     row = tl.cumsum(chosen.to(tl.int32), 0)
     above = tl.sum(tl.where(parent[:, None] == node[None, :], row[None, :], 0), 1)
     tl.store(nodes + row - 1, node, mask=chosen)
@@ -142,16 +149,19 @@ def select_nodes(
     refuse("select_nodes", unsupported(reach_n, parents_n, masks_nLW, root_LW, rule, budget))
     masks, root = masks_nLW.view(torch.int32), root_LW.view(torch.int32)
     n, layers, words = masks.shape
+    options = shape_options(n, words, budget)
+    if words < options["W"]:  # the kernel knows the number of words, so that it reads several at once
+        masks, root = (F.pad(sets, (0, options["W"] - words)) for sets in (masks, root))
     # Here and not in the kernel: there it costs registers that ptxas then spills. A launch more, of fixed shape.
-    parents_n = torch.where((parents_n < n) & (parents_n >= -1), parents_n, -2)
+    parents_n = torch.where((parents_n < n) & (parents_n >= -1), parents_n, -2).long()
     covered, nodes, parent_rows, count = (
-        torch.empty(size, dtype=torch.int32, device=reach_n.device) for size in (layers * words, budget, budget, 1)
+        torch.empty(size, dtype=torch.int32, device=reach_n.device)
+        for size in (layers * options["W"], budget, budget, 1)
     )
     with on_device(reach_n):
         select_kernel[(1,)](
-            reach_n, parents_n, masks, root, rule.parameters, covered, nodes, parent_rows, count, n, layers, words,
-            budget, RATIO=rule.kind == "ratio", LIMITED=rule.limited, enable_fp_fusion=False,
-            **shape_options(n, words, budget),
+            reach_n, parents_n, masks, root, rule.parameters, covered, nodes, parent_rows, count, n, layers, budget,
+            RATIO=rule.kind == "ratio", LIMITED=rule.limited, enable_fp_fusion=False, **options,
         )  # fmt: skip
     return Selection(nodes, parent_rows, count)
 
@@ -160,7 +170,7 @@ def configurations(backend: str) -> list[Configuration]:
     """Both rules, with and without a capacity, for every size of pool and set."""
     types = {"reach": "*fp32", "parents": "*i64", "parameters": "*fp64"}
     types |= dict.fromkeys(("masks", "root", "covered", "nodes", "parent_rows", "count"), "*i32")
-    types |= dict.fromkeys(("n", "layers", "words", "budget"), "i32")
+    types |= dict.fromkeys(("n", "layers", "budget"), "i32")
     found = []
     for nodes in NODES:
         for words in WORDS:

@@ -15,7 +15,7 @@ ROWS = (16, 64, 128, 1024)  # of a pass: sizes that are compiled
 MAX_NODES = ROWS[-1] - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["tokens", "parents"])
 def walk_kernel(  # type: ignore[no-untyped-def]
     following, tokens, parents, rows, out_tokens, count, root, n, N: tl.constexpr
 ):  # fmt: skip
@@ -39,6 +39,11 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_tokens + node, -1, mask=blank)
 
 
+def warps(rows: int) -> int:
+    """For so many rows of a pass: one, unless it would spill."""
+    return 1 if rows <= 128 else 4
+
+
 def unsupported(next_R: Tensor, tokens_n: Tensor, parents_n: Tensor) -> str | None:
     """Why the walk does not take these arguments."""
     problem = invalid(next_R, tokens_n, parents_n)
@@ -49,17 +54,21 @@ def verify_tree(next_R: Tensor, tokens_n: Tensor, parents_n: Tensor) -> Accepted
     """Same contract as the reference."""
     refuse("verify_tree", unsupported(next_R, tokens_n, parents_n))
     n, device = len(tokens_n), next_R.device
+    size = smallest(n + 1, ROWS)
     rows, count = (torch.empty(size, dtype=torch.int32, device=device) for size in (n + 1, 1))
     tokens, root = (torch.empty(size, dtype=torch.int64, device=device) for size in (n + 1, 1))
     with on_device(next_R):
         walk_kernel[(1,)](
-            next_R, tokens_n, parents_n, rows, tokens, count, root, n, N=smallest(n + 1, ROWS), num_warps=1
+            next_R, tokens_n, parents_n, rows, tokens, count, root, n, N=size, num_warps=warps(size)
         )  # fmt: skip
     return Accepted(rows, tokens, count, root)
 
 
 def configurations(backend: str) -> list[Configuration]:
-    """Every size of pass."""
-    types = {"following": "*i64", "tokens": "*i64", "parents": "*i32", "rows": "*i32", "out_tokens": "*i64",
+    """Every size of pass, and parents of either type."""
+    types = {"following": "*i64", "tokens": "*i64", "rows": "*i32", "out_tokens": "*i64",
              "count": "*i32", "root": "*i64", "n": "i32"}  # fmt: skip
-    return [Configuration(f"verify_tree {n - 1} nodes", walk_kernel, types, {"N": n}, 1) for n in ROWS]
+    return [
+        Configuration(f"verify_tree {n - 1} nodes {ids}", walk_kernel, types | {"parents": f"*{ids}"}, {"N": n}, warps(n))
+        for n in ROWS for ids in ("i32", "i64")
+    ]  # fmt: skip
