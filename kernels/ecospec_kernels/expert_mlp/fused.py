@@ -165,13 +165,13 @@ def expert_mlp(
                                  P=smallest(pairs, PAIRS), E=smallest(experts + 1, BINS))  # fmt: skip
         product(kernels.gate_up, gate_up, gate_up_bias, hidden_ND, order, slots, inner, hidden_ND.stride(0), slot_count,
                 top_k, hidden, units, low, *map(float, gate[1:]), INTERLEAVED=gate.interleaved)  # fmt: skip
-        product(kernels.down, down, down_bias, inner, order, slots, y, slot_count, hidden, units, low)
-        kernels.combine[(-(-hidden // COMBINED), n)](y, index_NK, weight_NK, out, top_k, experts, hidden, C=COMBINED)
+        product(kernels.down, down, down_bias, inner, order, slots, weight_NK, y, slot_count, hidden, units, low)
+        kernels.combine[(-(-hidden // COMBINED), n)](y, index_NK, out, top_k, experts, hidden, C=COMBINED)
     return out
 
 
 def _products(n: int, dtype: torch.dtype, kind: str, transposed: bool, backend: str) -> list[Configuration]:
-    """Both products of one form; transposed or MXFP4 ones as GPT-OSS has them, interleaved and biased."""
+    """Both products of one form, weights of its type or fp32 as DeepSeek's routers give them; transposed or MXFP4 ones as GPT-OSS has them, interleaved and biased."""
     name, (tile, warps, stages), gpt_oss = TYPES[dtype], form(n, dtype, backend, kind), transposed or kind == MXFP4
     constants = {"w_row" if transposed else "w_depth": 1, "SPLIT": dtype.itemsize == 2, "BIAS": gpt_oss, "FORMAT": kind}
     constants |= {"BLOCK_ROWS": 128 if kind == FP8 else 1, "BLOCK": 128 if kind == FP8 else GROUP, **tile._asdict()}
@@ -191,8 +191,10 @@ def _products(n: int, dtype: torch.dtype, kind: str, transposed: bool, backend: 
     out = types | {"y": "*fp32"}
     return [
         Configuration(f"expert_mlp.gate_up {label}", kernels.gate_up, up, interleaved, warps, stages),
-        Configuration(f"expert_mlp.down {label}", kernels.down, out, constants, warps, stages),
-    ]
+        *(Configuration(f"expert_mlp.down {label}{' fp32 weight' * (weight != name)}", kernels.down,
+                        out | {"weight": f"*{weight}"}, constants, warps, stages)
+          for weight in sorted({name, "fp32"})),
+    ]  # fmt: skip
 
 
 def configurations(backend: str) -> list[Configuration]:
@@ -204,9 +206,9 @@ def configurations(backend: str) -> list[Configuration]:
             for kind, transposed in kinds:
                 found += _products(n, dtype, kind, transposed, backend)
     counts = dict.fromkeys(("top_k", "experts", "hidden"), "i32")
-    for ids, name, weight in itertools.product(ID_TYPES, TYPES.values(), TYPES.values()):
-        types = {"y": "*fp32", "index": f"*{ids}", "weight": f"*{weight}", "out": f"*{name}", **counts}
-        label = f"expert_mlp.combine {name} weight={weight} {ids}"
+    for ids, name in itertools.product(ID_TYPES, TYPES.values()):
+        types = {"y": "*fp32", "index": f"*{ids}", "out": f"*{name}", **counts}
+        label = f"expert_mlp.combine {name} {ids}"
         found.append(Configuration(label, kernels.combine, types, {"C": COMBINED}))
     counts = dict.fromkeys(("pairs", "experts", "slot_count"), "i32")
     for ids, pairs, bins in itertools.product(ID_TYPES, PAIRS, BINS):

@@ -195,11 +195,11 @@ def gate_up(x, order, slots, inner, x_row, slot_count, top_k, hidden, units, low
 
 
 @triton.jit(do_not_specialize=["slot_count", "scales_expert", "scales_row"])
-def down(inner, order, slots, y, slot_count, hidden, units, low, bias,  # type: ignore[no-untyped-def]
+def down(inner, order, slots, weight, y, slot_count, hidden, units, low, bias,  # type: ignore[no-untyped-def]
          w, w_expert, w_row, w_depth, scales, scales_expert, scales_row, FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
          BLOCK: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
          R: tl.constexpr, C: tl.constexpr, K: tl.constexpr):  # fmt: skip
-    """y [pairs, hidden] (fp32) = inner @ down.T + bias for C outputs of one touched expert."""
+    """y [pairs, hidden] (fp32) = weight * (inner @ down.T + bias) for C outputs of one touched expert."""
     slot = tl.program_id(1)
     expert = tl.load(slots + slot).to(tl.int64)
     begin = tl.load(slots + slot_count + slot)
@@ -219,12 +219,13 @@ def down(inner, order, slots, y, slot_count, hidden, units, low, bias,  # type: 
         )
         if BIAS:
             acc += tl.load(bias + expert * hidden + row, mask=known, other=0.0).to(tl.float32)[None, :]
+        acc *= tl.load(weight + pair, mask=live, other=0.0).to(tl.float32)[:, None]
         tl.store(y + pair[:, None] * hidden + row[None, :], acc, mask=live[:, None] & known[None, :])
 
 
 @triton.jit(do_not_specialize=["top_k", "experts"])
-def combine(y, index, weight, out, top_k, experts, hidden, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out [n, hidden] = sum of weight * y [n, top_k, hidden] in the order of slots; those of ids outside [0, experts) add nothing."""
+def combine(y, index, out, top_k, experts, hidden, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [n, hidden] = sum of y [n, top_k, hidden] in the order of slots; those of ids outside [0, experts) add nothing."""
     token = tl.program_id(1)
     c = tl.program_id(0) * C + tl.arange(0, C)
     total = tl.full([C], 0.0, tl.float32)
@@ -232,6 +233,5 @@ def combine(y, index, weight, out, top_k, experts, hidden, C: tl.constexpr):  # 
         pair = token * top_k + slot
         expert = tl.load(index + pair)
         known = (expert >= 0) & (expert < experts)
-        share = tl.load(weight + pair, mask=known, other=0.0).to(tl.float32)
-        total += share * tl.load(y + pair * hidden + c, mask=known & (c < hidden), other=0.0)
+        total += tl.load(y + pair * hidden + c, mask=known & (c < hidden), other=0.0)
     tl.store(out + token * hidden + c, total.to(out.dtype.element_ty), mask=c < hidden)
