@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 LOSS_SHARE = 0.008  # tokens that tries may lose per plain step around them: with the first try, 1 % of some 3,000 steps
-TRUST = 5.0  # credit of a try, in tokens: chance takes this from drafting that gains an eighth in one try of seven
-CHANCE = 20.0  # most credit, in mean squares of a step's gain ...
-MOST = 24.0  # ... and in tokens
+TRUST = 8.0  # credit of a try, in tokens: chance takes this from drafting that gains an eighth in one try of twenty
+CHANCE = 40.0  # most credit, in mean squares of a step's gain: texts differ by more than steps do ...
+MOST = 48.0  # ... and in tokens
 MEMORY = 0.9  # weight of what was known before in the mean square
 
 
