@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+
+from ecospec_kernels.checks import refuse
 
 CUDA, HIP = "cuda", "hip"
 BACKEND = HIP if torch.version.hip else CUDA
+INTERPRETED = bool(knobs.runtime.interpret)  # by which `triton.jit` decides, once, what a kernel becomes
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # Triton's names
 
 
@@ -30,6 +34,22 @@ class Configuration:
     num_warps: int = 4
     num_stages: int = 3  # what CUDA kernels get whose launch names no number
     fp_fusion: bool = field(default=True, kw_only=True)  # whether products and sums may become one multiply-add
+
+
+def cannot_run(t: Tensor) -> str | None:
+    """Why no Triton kernel runs where `t` lies, if none does."""
+    if t.is_cuda or (t.is_cpu and INTERPRETED):
+        return None
+    return (
+        f"the Triton kernel runs on CUDA and ROCm devices, not on {t.device.type} tensors: call the op through "
+        "`ecospec_kernels.dispatch`, which chooses an implementation that runs there, or set TRITON_INTERPRET=1 before "
+        "Triton is imported, which interprets it on CPU tensors"
+    )
+
+
+def refuse_launch(op: str, problem: str | None, t: Tensor) -> None:
+    """What every `fused` asks first. ValueError for a problem with its arguments, or if no kernel runs where `t`, one of them, lies."""
+    refuse(op, problem or cannot_run(t))
 
 
 def on_device(t: Tensor) -> AbstractContextManager[Any]:

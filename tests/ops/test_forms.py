@@ -102,6 +102,9 @@ def attentions() -> Iterator[Any]:
             mask = None if kind is None else zeros(n, 300, dtype=kind)
             for v in (zeros(2, 300, value_width, dtype=dtype), k[..., :value_width]):
                 yield q, k, v, mask, 1.0, zeros(2, dtype=dtype) if sinks else None
+            if mask is not None and width <= tree_attention.MAX_WINDOWED:
+                v = zeros(2, 300, value_width, dtype=dtype)
+                yield q, k, v, mask, 1.0, zeros(2, dtype=dtype) if sinks else None, zeros(1)
 
 
 def predictions() -> Iterator[Any]:

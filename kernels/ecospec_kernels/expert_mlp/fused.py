@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ecospec_kernels.expert_mlp import kernels
 from ecospec_kernels.expert_mlp.reference import GROUP, SWIGLU, Fp8, Gate, Matrix
-from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, elsewhere, on_device, power_of_two
+from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, elsewhere, on_device, power_of_two, refuse_launch
 
 MAX_TOKENS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 512
 PLAIN, FP8, MXFP4 = "plain", "fp8", "mxfp4"
@@ -147,9 +147,8 @@ def expert_mlp(
     Quantised matrices are decoded in registers, beside activations that stay bf16 or fp16. Raises ValueError for what
     `unsupported` names.
     """
-    reason = unsupported(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias)
-    if reason is not None:
-        raise ValueError(f"expert_mlp: {reason}")
+    problem = unsupported(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias)
+    refuse_launch("expert_mlp", problem, hidden_ND)
     (n, hidden), (experts, _, units), top_k = hidden_ND.shape, down.shape, index_NK.size(1)
     pairs, device, dtype = n * top_k, hidden_ND.device, hidden_ND.dtype
     slot_count = min(experts, pairs)
