@@ -213,3 +213,8 @@ def test_keys_before_a_start_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> 
         arguments[place] = arguments[place].clone()
         arguments[place][:, :1000] = NAN
     assert torch.equal(op(*arguments, start), expected)
+    kernels = import_module("ecospec_kernels.tree_attention.kernels")
+    attend = kernels.attend
+    forgets: Any = lambda grid: lambda *a, **k: attend[grid](*a, **{**k, "START": False})  # noqa: E731
+    monkeypatch.setattr(kernels, "attend", type("Wrong", (), {"__getitem__": lambda _, grid: forgets(grid)})())
+    assert op(*arguments, start).isnan().all(), "a kernel that forgets the start is found"
