@@ -75,7 +75,8 @@ def attend(q, k, v, mask, start, part, top, total, q_head, q_row, k_head, k_row,
         s *= scale
         seen = live[:, None] & inside[None, :]
         if MASK:
-            m = tl.load(mask_R[:, None] + j[None, :], mask=seen, other=0)
+            there = live[:, None] & (j < end)[None, :]  # without `first_key`, with which some chip's compiler spills
+            m = tl.load(mask_R[:, None] + j[None, :], mask=there, other=0)
             if MASK == 1:
                 seen = seen & (m != 0)
             else:
