@@ -40,7 +40,7 @@ def attend(q, k, v, mask, start, part, top, total, q_head, q_row, k_head, k_row,
     begin = split * chunk
     if START:
         first_key = _first_key(start, keys)
-        live = live & (split >= first_key // chunk)
+        live = live & (begin + chunk > first_key)
         begin += tl.maximum(first_key - begin, 0) // J * J
     t = r % n
     head = group * share + r // n
@@ -58,8 +58,8 @@ def attend(q, k, v, mask, start, part, top, total, q_head, q_row, k_head, k_row,
     for first in range(begin, end, J):
         j = first + tl.arange(0, J)
         inside = j < end
-        if START:
-            inside = inside & (j >= first_key)
+        if START:  # from first_key to end in one comparison, which costs fewer registers than two
+            inside = (j - first_key).to(tl.uint32, bitcast=True) < (end - first_key).to(tl.uint32, bitcast=True)
         k_J = k_at + j.to(tl.int64) * k_row
         k_a = tl.load(k_J[:, None] + a[None, :], mask=inside[:, None] & (a < width)[None, :], other=0.0)
         if INTERPRETED:  # numpy knows no bf16
