@@ -118,6 +118,15 @@ def _arrange(module: Any) -> None:
         use_huge_pages(parameter.mT)
 
 
+def begins(mask: Tensor, start: Tensor) -> Tensor:
+    """`mask`, with a note that it hides every key before `start` [1] int64 from every row: attention then does not read them.
+
+    Whoever makes a mask knows that; the note is lost, and all keys are read, where somebody makes another tensor of it.
+    """
+    mask.ecospec_start = start  # type: ignore[attr-defined]
+    return mask
+
+
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
@@ -129,7 +138,8 @@ def attention_forward(
         q, k, v = query[0], key[0], value[0]
         one_mask = attention_mask is None or attention_mask.size(1) == 1
         scale = q.size(-1) ** -0.5 if scaling is None else scaling
-        out = dispatch.fast_attention(q, k, v, mask, scale) if one_mask else None
+        start = getattr(attention_mask, "ecospec_start", None)
+        out = dispatch.fast_attention(q, k, v, mask, scale, None, start) if one_mask else None
         if out is not None:
             return out[None], None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -144,7 +154,8 @@ def sink_attention_forward(
         mask = attention_mask if attention_mask is None else attention_mask[0, 0]
         q, k, v = query[0], key[0], value[0]
         seen = mask is not None or query.size(2) == 1
-        out = dispatch.fast_attention(q, k, v, mask, scaling, s_aux) if seen else None
+        start = getattr(attention_mask, "ecospec_start", None)
+        out = dispatch.fast_attention(q, k, v, mask, scaling, s_aux, start) if seen else None
         if out is not None:
             return out[None], None
     eager = sys.modules[type(module).__module__].eager_attention_forward

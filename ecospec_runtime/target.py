@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ecospec_runtime.cache import TargetCache, cache_argument
 from ecospec_runtime.checkpoint import fingerprint, load_model, read_config, resolve_folder
-from ecospec_runtime.compute import install
+from ecospec_runtime.compute import begins, install
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.placement import DeviceMap, Placement, forward_parameters, hardware, input_device, parse_placement
 from ecospec_runtime.selfcheck import check
@@ -230,10 +230,9 @@ class Target:
             return full[None, None]
         window: int = self.config.sliding_window
         far = positions_n[:, None] - key_positions[None] >= window
-        near = full.masked_fill(far, torch.finfo(self.dtype).min)
-        if self._windows == "all":
-            return near[None, None]
-        return {"full_attention": full[None, None], "sliding_attention": near[None, None]}
+        start = positions_n.amin(0, keepdim=True) - (window - 1)  # a committed row's position is its place
+        near = begins(full.masked_fill(far, torch.finfo(self.dtype).min)[None, None], start)
+        return near if self._windows == "all" else {"full_attention": full[None, None], "sliding_attention": near}
 
     def arm(self, aux_layers: tuple[int, ...], routing: bool = False) -> None:
         """Install exactly the hooks that this and the following passes need."""

@@ -27,15 +27,25 @@ def tree(n: int, context: int, window: int = 0) -> Tensor:
     return torch.cat((cached, sees), 1)
 
 
+def first_seen(mask: Tensor) -> int:
+    """The first key that any row sees."""
+    return int(mask.any(0).int().argmax())
+
+
 def inputs(mask: Tensor, heads: int, groups: int, width: int, value_width: int, sinks: bool, dtype: torch.dtype, device: Device) -> Inputs:  # fmt: skip
-    """Arguments of the op; in the latent form (one key for all heads, wider than 256) values are the first columns of keys."""
+    """Arguments of the op; in the latent form (one key for all heads, wider than 256) values are the first columns of keys.
+
+    `start` is given where keys lie before a window.
+    """
     n, keys = mask.shape
     k = draw(device, 2, groups, keys, width, dtype=dtype)
     k[:, keys - n :] *= NEW_KEYS
     latent = groups == 1 and width > 256
     v = k[..., :value_width] if latent else draw(device, 3, groups, keys, value_width, dtype=dtype)
     q = draw(device, 1, n, heads, width, dtype=dtype).transpose(0, 1)
-    return q, k, v, mask.to(device), width**-0.5, draw(device, 4, heads, dtype=dtype) if sinks else None
+    first = first_seen(mask)
+    start = torch.tensor([first], device=device) if first else None
+    return q, k, v, mask.to(device), width**-0.5, draw(device, 4, heads, dtype=dtype) if sinks else None, start
 
 
 def check(result: Tensor, expected: Tensor, given: Inputs) -> None:
@@ -53,21 +63,25 @@ def check(result: Tensor, expected: Tensor, given: Inputs) -> None:
     assert found <= 2 * u + 1e-5, f"relative error {found:.1e}"
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Any) -> Tensor:
-    """torch's attention; it knows no sinks."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Any, start: Any) -> Tensor:
+    """torch's attention; it knows no sinks, and of keys before a window no more than the mask says."""
     out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 def work(mask: Tensor, heads: int, groups: int, width: int, value_width: int, dtype: torch.dtype = BF16) -> Work:
-    """Floor: keys and values that any row sees. A mask row is loaded for every head, a query for every chunk of keys."""
-    n, keys = mask.shape
+    """Floor: keys and values that any row sees. A mask row is loaded for every head, a query for every chunk of keys.
+
+    Nothing before the first key that any row sees is loaded, nor are chunks that lie before it.
+    """
+    (n, keys), first = mask.shape, first_seen(mask)
     rows, latent = heads // groups * n, groups == 1 and width > 256
     tile = fused.form(rows, width, value_width, dtype)
     tiles = -(-rows // tile.R)
-    chunks, _ = fused.splits(keys, groups, tiles, tile.J)
+    chunks, chunk = fused.splits(keys, groups, tiles, tile.J)
+    chunks, keys = chunks - first // chunk, keys - first
     key = groups * (width if latent else width + value_width) * dtype.itemsize
-    queries, out, seen = (heads * n * width * dtype.itemsize, heads * n * value_width * dtype.itemsize, mask.numel())
+    queries, out, seen = (heads * n * width * dtype.itemsize, heads * n * value_width * dtype.itemsize, n * keys)
     part = chunks * heads * n * (value_width + 2) * 4
     return Work(
         floor=int(mask.any(0).sum()) * key + queries + out + seen,
@@ -103,6 +117,7 @@ def cases() -> list[Case]:
         _odd(3, 74, 6, 2, 96, 96, FP32, True),
         _odd(63, 77, 2, 1, 64, 64, BF16, True, window=9),
         _odd(5, 295, 4, 4, 128, 128, FP16, False),
+        _odd(5, 700, 8, 2, 64, 64, BF16, True, window=70),
         _odd(3, 147, 4, 2, 192, 128, BF16, False),
         _odd(2, 88, 4, 2, 256, 256, FP32, False),
         _odd(3, 147, 7, 1, 576, 512, BF16, False),

@@ -193,21 +193,24 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def supports_attention(q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None) -> bool:
     """Whether the CPU kernel takes this call: bf16, up to MAX_ROWS rows, a mask with dense rows."""
     return (
-        ENABLED and 0 < q_HnD.size(1) <= MAX_ROWS and q_HnD.size(0) % k_GJD.size(0) == 0
+        ENABLED and q_HnD.dim() == k_GJD.dim() == v_GJD.dim() == 3 and 0 < q_HnD.size(1) <= MAX_ROWS
         and q_HnD.dtype is k_GJD.dtype is v_GJD.dtype is torch.bfloat16 and q_HnD.is_cpu and q_HnD.stride(2) == 1
-        and k_GJD.stride(2) == 1 and v_GJD.stride(2) == 1 and q_HnD.size(2) == k_GJD.size(2) and _columns(q_HnD.size(2), q_HnD.dtype)
-        and (mask_nJ is None or (mask_nJ.stride(1) == 1 and (mask_nJ.dtype is torch.bool or _plain(mask_nJ))))
+        and k_GJD.stride(2) == 1 and v_GJD.stride(2) == 1 and _columns(q_HnD.size(2), q_HnD.dtype)
+        and (mask_nJ is None or (mask_nJ.shape == (q_HnD.size(1), k_GJD.size(1)) and mask_nJ.stride(1) == 1
+                                 and (mask_nJ.dtype is torch.bool or _plain(mask_nJ))))
         and not torch.is_grad_enabled()
     )  # fmt: skip
 
 
 def tree_attention(
-    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
-) -> Tensor:
+    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of n rows under any mask -> [n, H, D]; see `tree_attention/reference.py`."""
-    fused = _fused("tree_attention", q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)
-    module = _choose("tree_attention", not fused and supports_attention(q_HnD, k_GJD, v_GJD, mask_nJ), fused)
-    return module.tree_attention(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)  # type: ignore[no-any-return]
+    arguments = q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H, start
+    fused = _fused("tree_attention", *arguments)
+    module = _choose("tree_attention", not fused and supports_attention(*arguments[:4]), fused)
+    return module.tree_attention(*arguments)  # type: ignore[no-any-return]
 
 
 def fast_attention(*arguments: Any) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from ecospec_kernels import dispatch
 from ecospec_runtime import compute
 from ecospec_runtime.cache import TargetCache
+from ecospec_runtime.target import Target
 
 COMMON = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -221,6 +223,41 @@ def test_a_verified_token_is_the_decoded_token(build: Any) -> None:
         for step, i in enumerate(path(leaf)):
             alone = run(cache, [tokens[i]], [past + step], None)
             assert torch.equal(alone[0], tree[i])
+
+
+@torch.inference_mode()
+def test_a_windowed_layer_does_not_read_before_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-OSS: the target's mask says where the window of a pass begins, and keys before it may hold anything."""
+    pytest.importorskip("numba")
+    model = made(gpt_oss, torch.bfloat16)
+    compute.install(model)
+    plain = [layer == "full_attention" for layer in model.config.layer_types]
+    target = SimpleNamespace(dtype=torch.bfloat16, _windows="some", config=model.config)
+    past, positions = len(IDS), torch.tensor([10, 11, 12, 11])
+    mask = torch.ones(4, past + 4, dtype=torch.bool)
+    mask[:, past:] = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]])
+    masks = Target.masks(target, mask, positions, torch.cat((torch.arange(past), positions)))  # type: ignore[arg-type]
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    fast, starts = dispatch.fast_attention, []
+
+    def noted(*arguments: Any) -> Any:
+        starts.append(arguments[6])
+        return fast(*arguments)
+
+    def run(spoil: bool) -> Tensor:
+        cache = TargetCache()
+        model(input_ids=IDS[None], use_cache=True, **{cache_name: cache.inner})
+        for layer, full in zip(cache.inner.layers, plain, strict=True):
+            if spoil and not full:
+                layer.keys[:, :, :3], layer.values[:, :, :3] = torch.nan, torch.nan  # type: ignore[index]
+        monkeypatch.setattr(dispatch, "fast_attention", noted)
+        rows = {"input_ids": IDS[None, :4], "position_ids": positions[None], "attention_mask": masks}
+        return model(**rows, use_cache=True, **{cache_name: cache.inner}).logits[0]
+
+    expected = run(False)
+    assert [start is None for start in starts] == plain and not all(plain)
+    assert all(int(start) == 10 - 8 + 1 for start in starts if start is not None)
+    assert torch.equal(run(True), expected) and expected.isfinite().all()
 
 
 def test_install_twice_and_copies(decoder: Any) -> None:

@@ -16,6 +16,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
 from bench.models import GPT_OSS, MODELS, PREDICTOR_WIDTH, ROWS
+from ecospec_kernels import launch as launch_module
 from ecospec_kernels.argmax_rows import fused as argmax_rows
 from ecospec_kernels.bitsets import words_for
 from ecospec_kernels.commit_path import fused as commit_path
@@ -36,7 +37,8 @@ Launch = tuple[Any, dict[str, Any]]
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *names: str) -> list[Launch]:
-    """Takes the place of kernels; the list fills with (kernel, its arguments and options)."""
+    """Takes the place of kernels, on any device; the list fills with (kernel, its arguments and options)."""
+    monkeypatch.setattr(launch_module, "cannot_run", lambda t: None)
     seen: list[Launch] = []
     for name in names:
         kernel = getattr(module, name)
@@ -129,6 +131,9 @@ def attentions() -> Iterator[Any]:
             mask = None if kind is None else zeros(n, 300, dtype=kind)
             for v in (zeros(2, 300, value_width, dtype=dtype), k[..., :value_width]):
                 yield q, k, v, mask, 1.0, zeros(2, dtype=dtype) if sinks else None
+            if mask is not None and width <= tree_attention.MAX_WINDOWED:
+                v = zeros(2, 300, value_width, dtype=dtype)
+                yield q, k, v, mask, 1.0, zeros(2, dtype=dtype) if sinks else None, zeros(1)
 
 
 def predictions() -> Iterator[Any]:

@@ -46,8 +46,8 @@ def drafted(gate: DraftGate, gains: list[float], steps: int) -> list[int]:
 def test_a_debt_is_a_share_of_the_plain_steps_that_follow() -> None:
     """Losses of 0.75 use up the credit of 8 in eleven steps, which lose 8.25: 1032 steps of rest, or more at once."""
     assert drafted(DraftGate(4), [-0.75], 2100) == [*range(11), *range(1043, 1054), *range(2086, 2097)]
-    assert drafted(DraftGate(4, credit=0.0), [0.5, -0.25, -0.5, 1.0], 800) == [0, 1, 2, *range(3 + 657, 800)]
-    assert drafted(DraftGate(800, credit=0.0), [-0.25, 1.0], 1000) == [0, *range(801, 1000)], (
+    assert drafted(DraftGate(4, credit=0.0), [0.5, -0.25, -0.5, 1.0], 1200) == [0, 1, 2, *range(3 + 1032, 1200)]
+    assert drafted(DraftGate(1100, credit=0.0), [-0.25, 1.0], 1300) == [0, *range(1101, 1300)], (
         "rests are `pause` at least"
     )
 

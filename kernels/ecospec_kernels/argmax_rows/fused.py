@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ecospec_kernels.argmax_rows.reference import invalid
-from ecospec_kernels.checks import refuse
-from ecospec_kernels.launch import TYPES, Configuration, on_device
+from ecospec_kernels.launch import TYPES, Configuration, on_device, refuse_launch
 
 BLOCK = 2048  # logits that a program looks at in one go
 PIECE = 8 * BLOCK  # logits of one program
@@ -74,7 +73,7 @@ def by_pieces(kernel: Any, logits_RV: Tensor, *inputs: Tensor, **options: Any) -
 
 def argmax_rows(logits_RV: Tensor) -> Tensor:
     """Same contract as the reference."""
-    refuse("argmax_rows", unsupported(logits_RV))
+    refuse_launch("argmax_rows", unsupported(logits_RV), logits_RV)
     return by_pieces(argmax_kernel, logits_RV)
 
 

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ecospec_kernels.checks import refuse
 from ecospec_kernels.commit_path.reference import invalid
-from ecospec_kernels.launch import TYPES, Configuration, on_device, smallest
+from ecospec_kernels.launch import TYPES, Configuration, on_device, refuse_launch, smallest
 
 ROWS = (16, 64, 128)  # of a pass: sizes that are compiled
 MAX_ROWS = ROWS[-1]
@@ -59,7 +58,7 @@ def unsupported(keys_HCD: Tensor, values_HCE: Tensor, rows_m: Tensor, count: Ten
 
 def commit_path(keys_HCD: Tensor, values_HCE: Tensor, rows_m: Tensor, count: Tensor, past: Tensor) -> Tensor:
     """Same contract as the reference, but rows that are not in the buffer are left alone: a check would wait for the device."""
-    refuse("commit_path", unsupported(keys_HCD, values_HCE, rows_m, count, past))
+    refuse_launch("commit_path", unsupported(keys_HCD, values_HCE, rows_m, count, past), keys_HCD)
     heads, room, key_dim = keys_HCD.shape
     value_dim, m = values_HCE.size(2), len(rows_m)
     length = torch.empty_like(past)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ecospec_kernels.argmax_rows import fused as argmax
 from ecospec_kernels.argmax_rows.fused import BLOCK, PIECE, _key
-from ecospec_kernels.checks import first, refuse
+from ecospec_kernels.checks import first
 from ecospec_kernels.draw_rows import reference
-from ecospec_kernels.launch import TYPES, Configuration
+from ecospec_kernels.launch import TYPES, Configuration, refuse_launch
 
 STEP, (FACTOR, LAST_FACTOR) = tl.constexpr(reference.STEP), map(tl.constexpr, reference.FACTORS)
 SHIFT, SECOND_SHIFT, LAST_SHIFT = map(tl.constexpr, reference.SHIFTS)
@@ -58,7 +58,7 @@ def unsupported(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperatur
 
 def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature: Tensor) -> Tensor:
     """Same contract as the reference."""
-    refuse("draw_rows", unsupported(logits_RV, positions_R, seed, temperature))
+    refuse_launch("draw_rows", unsupported(logits_RV, positions_R, seed, temperature), logits_RV)
     return argmax.by_pieces(draw_kernel, logits_RV, positions_R, seed, temperature, enable_fp_fusion=False)
 
 

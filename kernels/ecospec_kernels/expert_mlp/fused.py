@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ecospec_kernels.checks import refuse
 from ecospec_kernels.expert_mlp import kernels
 from ecospec_kernels.expert_mlp.reference import GROUP, SWIGLU, Fp8, Gate, Matrix, invalid
-from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, on_device, power_of_two, smallest
+from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, on_device, power_of_two, refuse_launch, smallest
 
 MAX_TOKENS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 512
 ID_TYPES = ("i32", "i64")  # of `index`
@@ -141,7 +140,8 @@ def expert_mlp(
     Quantised matrices are decoded in registers, beside activations that stay bf16 or fp16. Raises ValueError for what
     `unsupported` names.
     """
-    refuse("expert_mlp", unsupported(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias))
+    problem = unsupported(hidden_ND, index_NK, weight_NK, gate_up, down, gate, gate_up_bias, down_bias)
+    refuse_launch("expert_mlp", problem, hidden_ND)
     (n, hidden), (experts, _, units), top_k = hidden_ND.shape, down.shape, index_NK.size(1)
     pairs, device, dtype = n * top_k, hidden_ND.device, hidden_ND.dtype
     slot_count = min(experts, pairs)

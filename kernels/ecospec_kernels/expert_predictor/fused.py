@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ecospec_kernels.bitsets import WORD, words_for
-from ecospec_kernels.checks import refuse
 from ecospec_kernels.expert_predictor.reference import OUTPUTS, Output, invalid
-from ecospec_kernels.launch import BACKEND, Configuration, on_device, power_of_two
+from ecospec_kernels.launch import BACKEND, Configuration, on_device, power_of_two, refuse_launch
 
 MAX_WIDTH, MAX_EXPERTS = 1024, 512
 
@@ -99,7 +98,7 @@ def expert_predictor(
     hidden_NW: Tensor, head_LEW: Tensor, bias_LE: Tensor, top_k: int, shrinkage: float = 0.0, output: Output = "masks"
 ) -> Tensor:
     """Same contract as the reference."""
-    refuse("expert_predictor", unsupported(hidden_NW, head_LEW, bias_LE, top_k, shrinkage, output))
+    refuse_launch("expert_predictor", unsupported(hidden_NW, head_LEW, bias_LE, top_k, shrinkage, output), hidden_NW)
     (n, width), (layers, experts, _) = hidden_NW.shape, head_LEW.shape
     words, masks = words_for(experts), output == "masks"
     shape, dtype = ((n, layers, words), torch.int32) if masks else ((n, layers, experts), torch.float32)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ecospec_kernels.checks import first, refuse
-from ecospec_kernels.launch import Configuration, on_device, smallest
+from ecospec_kernels.checks import first
+from ecospec_kernels.launch import Configuration, on_device, refuse_launch, smallest
 from ecospec_kernels.select_nodes.reference import Rule, Selection, invalid
 
 NODES, WORDS = (16, 64, 128), (4, 8, 16)  # sizes that are compiled
@@ -146,7 +146,7 @@ def select_nodes(
     reach_n: Tensor, parents_n: Tensor, masks_nLW: Tensor, root_LW: Tensor, rule: Rule, budget: int
 ) -> Selection:  # fmt: skip
     """Same contract as the reference."""
-    refuse("select_nodes", unsupported(reach_n, parents_n, masks_nLW, root_LW, rule, budget))
+    refuse_launch("select_nodes", unsupported(reach_n, parents_n, masks_nLW, root_LW, rule, budget), reach_n)
     masks, root = masks_nLW.view(torch.int32), root_LW.view(torch.int32)
     n, layers, words = masks.shape
     options = shape_options(n, words, budget)

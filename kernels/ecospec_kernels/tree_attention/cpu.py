@@ -25,6 +25,8 @@ from ecospec_kernels.blocks import (
     workspace,
     write_row,
 )  # fmt: skip
+from ecospec_kernels.checks import refuse
+from ecospec_kernels.tree_attention.reference import invalid
 
 MASKED = np.float32(-1e30)  # additive masks at or below this hide a key
 NO_MASK, BOOL_MASK, BF16_MASK, FP32_MASK = range(4)
@@ -44,7 +46,7 @@ def bias_of(mask: int, kind: int, j: int) -> np.float32:
 
 @numba.njit(nogil=True, fastmath={"contract", "reassoc"})
 def softmax(scores: int, kept: int, sink: np.float32) -> None:
-    """Softmax in place over `kept` fp32 numbers and a sink, which gets no value; -inf is none."""
+    """Softmax in place over `kept` fp32 numbers and a sink, which gets no value; -inf is none. All others are finite."""
     p = view(scores, kept, np.float32)
     top = max(p[0], sink)
     for i in range(kept):
@@ -94,15 +96,19 @@ def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v:
             for t in range(n):
                 line = scores + (h * n + t) * 4 * keys
                 score = view(line, keys, np.float32)
-                kept = 0
+                kept, finite = 0, sink < np.inf
                 for j in range(keys):
                     bias = bias_of(mask + t * mask_row, mask_kind, j)
-                    if bias > MASKED:
+                    if not bias <= MASKED:  # NaN does not hide
                         score[kept] = score[j] * np.float32(scale) + bias
+                        finite &= score[kept] < np.inf
                         index[kept] = j
-                        kept += 1
-                softmax(line, kept, sink)
-                _add_values(row, v + g * v_head, v_row, kept_keys, line, kept, value_dim)
+                        kept += score[kept] != -np.inf
+                if finite:
+                    softmax(line, kept, sink)
+                    _add_values(row, v + g * v_head, v_row, kept_keys, line, kept, value_dim)
+                else:
+                    view(row, value_dim, np.float32)[:] = np.nan
                 write_row(row, value_dim, True, out + (t * heads + g * share + h) * value_dim * 2)
 
 
@@ -129,16 +135,21 @@ def mask_arguments(mask_nJ: Tensor | None) -> tuple[int, int, int]:
 
 
 def tree_attention(
-    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
-) -> Tensor:
+    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Same contract as the reference; see `dispatch.supports_attention` for what it takes."""
+    refuse("tree_attention", invalid(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H, start))
+    if start is not None:
+        first = min(max(int(start), 0), k_GJD.size(1))
+        k_GJD, v_GJD, mask_nJ = k_GJD[:, first:], v_GJD[:, first:], None if mask_nJ is None else mask_nJ[:, first:]
     heads, n, dim = q_HnD.shape
     groups, keys, value_dim = v_GJD.shape
     if keys < BLOCK:
         mask_nJ, k_GJD, v_GJD = pad_keys(n, mask_nJ, k_GJD, v_GJD)
         keys = BLOCK
     out = torch.empty((n, heads, value_dim), dtype=torch.bfloat16)
-    sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
+    sinks_H = None if sinks_H is None else sinks_H.float()
     q_head, q_row, _ = q_HnD.stride()
     k_head, k_row, _ = k_GJD.stride()
     v_head, v_row, _ = v_GJD.stride()

@@ -2,8 +2,9 @@
 
 The keys are split into chunks, so that a long cache keeps the whole device busy with few rows. `attend` runs one program per
 chunk, key-value head and tile of rows (each key serves all query heads of its group); `combine` joins the chunks in their
-order. The number of chunks follows from the shapes alone: the same inputs give the same bits. Sums are fp32; the weights
-of the values are rounded to the values' dtype before the product, as everywhere on tensor cores.
+order. The number of chunks follows from the shapes alone: the same inputs give the same bits, with a `start` that hides what the
+mask hides or without. Sums are fp32; the weights of the values are rounded to the values' dtype before the product, as
+everywhere on tensor cores.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, elsewhere, on_device, power_of_two
+from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration, on_device, power_of_two, refuse_launch
 from ecospec_kernels.tree_attention import kernels
+from ecospec_kernels.tree_attention.reference import invalid
 
 MAX_ROWS, MAX_WIDTH, MAX_SPLITS = 64, 576, 64
 PROGRAMS = (
@@ -60,43 +62,29 @@ def splits(keys: int, groups: int, tiles: int, j: int) -> tuple[int, int]:
 
 
 def unsupported(
-    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
-) -> str | None:
+    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None,
+    start: Tensor | None = None,
+) -> str | None:  # fmt: skip
     """Why the kernel refuses these arguments, if it does."""
-    if q_HnD.dim() != 3 or k_GJD.dim() != 3 or v_GJD.dim() != 3:
-        return "q [H, n, D], k [G, J, D] and v [G, J, D'] are wanted"
-    (heads, n, width), (groups, keys, _) = q_HnD.shape, k_GJD.shape
-    if k_GJD.size(2) != width or v_GJD.shape[:2] != k_GJD.shape[:2] or groups == 0 or heads == 0 or heads % groups:
-        return f"q {list(q_HnD.shape)}, k {list(k_GJD.shape)} and v {list(v_GJD.shape)} do not fit each other"
-    if not (
-        0 < n <= MAX_ROWS
-        and 0 < keys < 1 << 31
-        and 0 < min(width, v_GJD.size(2)) <= max(width, v_GJD.size(2)) <= MAX_WIDTH
-    ):
-        return f"1 to {MAX_ROWS} rows and heads of {MAX_WIDTH} are taken, not {n} and {width} with {keys} keys"
-    if not (q_HnD.dtype is k_GJD.dtype is v_GJD.dtype) or q_HnD.dtype not in TYPES:
-        return f"q {q_HnD.dtype}, k {k_GJD.dtype}, v {v_GJD.dtype} are not one of bf16, fp16, fp32"
-    if any(t.stride(2) != 1 for t in (q_HnD, k_GJD, v_GJD)):
-        return "rows of q, k and v must be dense"
-    if mask_nJ is not None:
-        if mask_nJ.shape != (n, keys) or mask_nJ.stride(1) != 1:
-            return f"mask {list(mask_nJ.shape)} is not a [{n}, {keys}] with dense rows"
-        if mask_nJ.dtype not in (torch.bool, q_HnD.dtype):
-            return f"mask is {mask_nJ.dtype}, neither bool nor q's {q_HnD.dtype}"
-    if sinks_H is not None and (
-        sinks_H.shape != (heads,) or not sinks_H.is_contiguous() or sinks_H.dtype is not q_HnD.dtype
-    ):
-        return f"sinks {list(sinks_H.shape)} of {sinks_H.dtype} are not a dense [{heads}] of q's {q_HnD.dtype}"
-    return elsewhere(q_HnD, k=k_GJD, v=v_GJD, mask=mask_nJ, sinks=sinks_H)
+    problem = invalid(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H, start)
+    if problem:
+        return problem
+    (_, n, width), (_, keys, value_width), dtype = q_HnD.shape, v_GJD.shape, q_HnD.dtype
+    if n > MAX_ROWS or max(width, value_width) > MAX_WIDTH or keys >= 1 << 31:
+        return f"up to {MAX_ROWS} rows and heads of {MAX_WIDTH} are taken, not {n} and {width} with {keys} keys"
+    if any(t.stride(2) != 1 for t in (q_HnD, k_GJD, v_GJD)) or (mask_nJ is not None and mask_nJ.stride(1) != 1):
+        return "rows of q, k, v and mask must be dense"
+    if mask_nJ is not None and mask_nJ.dtype not in (torch.bool, dtype):
+        return f"mask is {mask_nJ.dtype}, neither bool nor q's {dtype}"
+    return None if sinks_H is None or sinks_H.dtype is dtype else f"sinks are {sinks_H.dtype}, not q's {dtype}"
 
 
 def tree_attention(
-    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None
-) -> Tensor:
+    q_HnD: Tensor, k_GJD: Tensor, v_GJD: Tensor, mask_nJ: Tensor | None, scale: float, sinks_H: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Same contract as the reference. Raises ValueError for what `unsupported` names."""
-    reason = unsupported(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H)
-    if reason is not None:
-        raise ValueError(f"tree_attention: {reason}")
+    refuse_launch("tree_attention", unsupported(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H, start), q_HnD)
     (heads, n, width), (groups, keys, value_width) = q_HnD.shape, v_GJD.shape
     tile = form(heads // groups * n, width, value_width, q_HnD.dtype)
     tiles = -(-(heads // groups * n) // tile.R)
@@ -116,39 +104,49 @@ def tree_attention(
             kind, mask = BOOL_MASK, mask_nJ.view(torch.uint8)
     with on_device(q_HnD):
         kernels.attend[(count, tiles, groups)](
-            q_HnD, k_GJD, v_GJD, mask, part, top[0], top[1], *q_HnD.stride()[:2], *k_GJD.stride()[:2],
+            q_HnD, k_GJD, v_GJD, mask, start, part, top[0], top[1], *q_HnD.stride()[:2], *k_GJD.stride()[:2],
             *v_GJD.stride()[:2], mask_row, n, heads // groups, keys, chunk, width, value_width, scale,
-            MASK=kind, SAME=same, **tile._asdict(),
+            MASK=kind, SAME=same, START=start is not None, **tile._asdict(),
         )  # fmt: skip
         kernels.combine[(heads * n,)](
-            part, top[0], top[1], sinks_H, out, count, heads * n, n, heads, value_width,
-            SINKS=sinks_H is not None, S=MAX_SPLITS, V=tile.V,
+            part, top[0], top[1], sinks_H, out, start, count, heads * n, n, heads, value_width, keys, chunk,
+            SINKS=sinks_H is not None, START=start is not None, S=MAX_SPLITS, V=tile.V,
         )  # fmt: skip
     return out
 
 
+MAX_WINDOWED = 256  # widest head of the forms with a `start`: latent attention has no windows
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (576, 512))  # the last: latent attention
 
 
 def configurations(backend: str) -> list[Configuration]:
-    """Every form for the head widths of models in use; others are compiled where they are met."""
+    """Every form for the head widths of models in use; others are compiled where they are met.
+
+    `start` comes with a mask there.
+    """
     found: dict[str, Configuration] = {}
     integers = ("q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "mask_row", "keys", "chunk", "width", "value_width", "n", "share")  # fmt: skip
     masks = {NO_MASK: " no mask", BOOL_MASK: "", ADDITIVE_MASK: " additive"}
     for (dtype, name), (width, value_width) in product(TYPES.items(), WIDTHS):
         types: dict[str, Any] = dict.fromkeys(integers, "i32") | dict.fromkeys(("part", "top", "total"), "*fp32")
-        types |= dict.fromkeys(("q", "k", "v", "mask"), f"*{name}") | {"scale": "fp32"}
+        types |= dict.fromkeys(("q", "k", "v", "mask"), f"*{name}") | {"scale": "fp32", "start": "*i64"}
         latent = (False, True) if width > value_width else (False,)
-        for rows, kind, same in product((16, 32, 64), masks, latent):
+        for rows, kind, same, start in product((16, 32, 64), masks, latent, (False, True)):
+            if start and (kind == NO_MASK or same or width > MAX_WINDOWED):
+                continue
             *tile, num_warps, num_stages = form(rows, width, value_width, dtype, backend)
-            constants = dict(zip("RJABV", tile, strict=True)) | {"MASK": kind, "SAME": same}
-            label = f"tree_attention.attend {name} {width}/{value_width} rows={tile[0]}{masks[kind]}{' latent' * same}"
+            constants = dict(zip("RJABV", tile, strict=True)) | {"MASK": kind, "SAME": same, "START": start}
+            extras = f"{masks[kind]}{' latent' * same}{' start' * start}"
+            label = f"tree_attention.attend {name} {width}/{value_width} rows={tile[0]}{extras}"
             masked = types | ({"mask": "*u8"} if kind == BOOL_MASK else {})
             found[label] = Configuration(label, kernels.attend, masked, constants, num_warps, num_stages)
         types = dict.fromkeys(("part", "top", "total"), "*fp32") | dict.fromkeys(("out", "sinks"), f"*{name}")
-        types |= dict.fromkeys(("splits", "rows", "n", "heads", "value_width"), "i32")
-        for sinks in (False, True):
-            label = f"tree_attention.combine {name} {value_width}{' sinks' * sinks}"
-            constants = {"SINKS": sinks, "S": MAX_SPLITS, "V": tile[4]}
+        types |= dict.fromkeys(("splits", "rows", "n", "heads", "value_width", "keys", "chunk"), "i32")
+        types["start"] = "*i64"
+        for sinks, start in product((False, True), (False, True)):
+            if start and width > MAX_WINDOWED:
+                continue
+            label = f"tree_attention.combine {name} {value_width}{' sinks' * sinks}{' start' * start}"
+            constants = {"SINKS": sinks, "START": start, "S": MAX_SPLITS, "V": tile[4]}
             found[label] = Configuration(label, kernels.combine, types, constants)
     return list(found.values())

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ecospec_kernels.checks import refuse
-from ecospec_kernels.launch import Configuration, on_device, smallest
+from ecospec_kernels.launch import Configuration, on_device, refuse_launch, smallest
 from ecospec_kernels.verify_tree.reference import Accepted, invalid
 
 ROWS = (16, 64, 128, 1024)  # of a pass: sizes that are compiled
@@ -52,7 +51,7 @@ def unsupported(next_R: Tensor, tokens_n: Tensor, parents_n: Tensor) -> str | No
 
 def verify_tree(next_R: Tensor, tokens_n: Tensor, parents_n: Tensor) -> Accepted:
     """Same contract as the reference."""
-    refuse("verify_tree", unsupported(next_R, tokens_n, parents_n))
+    refuse_launch("verify_tree", unsupported(next_R, tokens_n, parents_n), next_R)
     n, device = len(tokens_n), next_R.device
     size = smallest(n + 1, ROWS)
     rows, count = (torch.empty(size, dtype=torch.int32, device=device) for size in (n + 1, 1))
