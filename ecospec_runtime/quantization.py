@@ -151,6 +151,9 @@ class Mxfp4Weight:
 
     def check(self, where: str) -> None:
         """Raise UserError unless blocks and scales fit each other."""
+        for part in (self.blocks, self.scales):
+            if part.dtype != torch.uint8:
+                raise UserError(f"{where}: {part} is {part.dtype}, MXFP4 is stored as uint8; {REMEDY}")
         shape = self.blocks.shape
         if len(shape) != 4 or shape[-1] != GROUP // 2 or self.scales.shape != shape[:-1]:
             raise UserError(

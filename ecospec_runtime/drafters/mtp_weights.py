@@ -24,7 +24,8 @@ def direct_weights(layer: Any) -> MtpWeights | None:
     block = layer.mtp_block
     attention, mlp = block.self_attn, block.mlp
     installed = all(type(part).__module__ == compute.__name__ for part in (attention, getattr(mlp, "gate", None)))
-    if type(block).__name__ not in _BLOCKS or not installed or layer.post_norm is None:
+    swapped = getattr(layer.config, "mtp_hidden_states_first", False)  # in the input of `eh_proj`
+    if type(block).__name__ not in _BLOCKS or not installed or layer.post_norm is None or swapped:
         return None
     shared, experts = getattr(mlp, "shared_experts", None), mlp.experts
     biased = any(m.bias is not None for m in layer.modules() if isinstance(m, nn.Linear))

@@ -247,8 +247,38 @@ def test_group_router(experts: int, groups: int, kept: int, top_k: int, normalis
     assert not torch.equal(index.sort().values, logits.topk(top_k).indices.sort().values)
     alone = op("group_router", "cpu")(logits[7:8], bias, rule)
     assert torch.equal(alone[0][0], weights[7]) and torch.equal(alone[1][0], index[7])
-    broken = op("group_router", "cpu")(torch.full_like(logits, float("nan")), bias, rule)[1]
-    assert broken.min() >= 0 and broken.max() < experts  # the caller finds the NaN; nothing is read beyond the experts
+    broken = logits.clone()
+    broken[0, 3] = broken[1] = float("nan")
+    for row in (0, 1):  # as by torch.topk, so that the target's check finds it
+        for name in ("cpu", "reference"):
+            weights, index = op("group_router", name)(broken[row : row + 1], bias, rule)
+            assert weights.isnan().any() and len(set(index[0].tolist())) == top_k
+            assert (row == 1 or 3 in index) and index.min() >= 0 and index.max() < experts
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_wrong_calls_of_the_latent_kernels_are_refused(name: str) -> None:
+    logits, bias = random(1, 2, 8), torch.zeros(8)
+    for given, message in (
+        ((logits, bias[:7], Rule(2, 2, 1, True, 1.0)), r"bias has shape \[7\], not \[8\]"),
+        ((logits[0], bias, Rule(2, 2, 1, True, 1.0)), "logits has shape"),
+        ((logits, bias, Rule(9, 2, 1, True, 1.0)), "9 of 8 experts"),
+        ((logits, bias, Rule(2, 2, 3, True, 1.0)), "3 of 2 groups"),
+        ((logits, bias, Rule(2, 3, 1, True, 1.0)), "no 3 groups of two or more"),
+        ((logits, bias, Rule(2, 8, 1, True, 1.0)), "no 8 groups of two or more"),
+    ):
+        with pytest.raises(ValueError, match=f"group_router: .*{message}"):
+            op("group_router", name)(*given)
+    q, latent, key, up = latent_case(2, 12, 2, (16, 16, 32, 16), FP32)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    for arguments, message in (
+        ((q, latent, key, up, mask[:, :5], 0.3), r"mask has shape \[2, 5\], not \[2, 12\]"),
+        ((q, latent, key[:11], up, mask, 0.3), "keys have shape"),
+        ((q, latent, key, up[:-1], mask, 0.3), "up has shape"),
+        ((q, latent, key, up, mask.double(), 0.3), "mask is torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=f"latent_attention: {message}"):
+            op("latent_attention", name)(*arguments)
 
 
 def mtp_case(n: int, cached: int, low: bool, dtype: torch.dtype) -> Any:

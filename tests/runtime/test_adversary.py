@@ -56,7 +56,7 @@ def lying(
 def test_drafting_stops_and_is_tried_again(
     target: Target, text: list[int], stub_drafter: Any, policy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "LOSS_SHARE", 0.05)  # as if the text were five times as long
+    monkeypatch.setattr(gate, "LOSS_SHARE", 0.1)  # as if the text were a dozen times as long
     engine, drafted = lying(target, text, stub_drafter, policy, TOKENS if kind == "liar" else TURN)
     stream = engine.generate(PROMPT, GenerationConfig(max_new_tokens=TOKENS, eos_token_id=()))
     assert [token.id for token in stream] == text[len(PROMPT) :][:TOKENS]

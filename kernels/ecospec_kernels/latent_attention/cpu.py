@@ -25,7 +25,9 @@ from ecospec_kernels.blocks import (
     workspace,
     write_row,
 )  # fmt: skip
+from ecospec_kernels.checks import refuse
 from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
+from ecospec_kernels.latent_attention.reference import invalid
 from ecospec_kernels.tree_attention.cpu import MASKED, bias_of, mask_arguments, pad_keys, softmax
 
 AT_ONCE = 4  # rows that are added to a sum together
@@ -178,6 +180,7 @@ def latent_attention(
     q_nHD: Tensor, latent_JL: Tensor, key_JR: Tensor, up_OL: Tensor, mask_nJ: Tensor | None, scale: float
 ) -> Tensor:
     """Same contract as the reference; see `dispatch.supports_latent` for what it takes."""
+    refuse("latent_attention", invalid(q_nHD, latent_JL, key_JR, up_OL, mask_nJ))
     n, heads, width = q_nHD.shape
     latent, dim = latent_JL.shape[1], key_JR.shape[1]
     if latent_JL.shape[0] < BLOCK:
