@@ -1,6 +1,6 @@
 """Acceptance probability of every pool node, given that its parent was accepted.
 
-Four kinds, in rising order of power (DESIGN section 3): `raw` is the drafter's own p; `temperature` re-reads the drafter's
+Four kinds, in rising order of power: `raw` is the drafter's own p; `temperature` re-reads the drafter's
 logits at one fitted temperature; `logistic` has a logit linear in log p, rank, depth and entropy; `head` adds to it what the
 predictor's network has learned. Siblings share a softmax with "none of these" (logit 0) and so sum to at most 1. Above
 temperature 0 a pool's log p already holds the noise of the draw (see `sampling`), and the same models serve. Numpy only: it runs

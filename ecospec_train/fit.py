@@ -32,6 +32,7 @@ from pydantic import Field
 from ecospec_runtime.acceptance import FILE as ACCEPTANCE_FILE
 from ecospec_runtime.acceptance import AcceptanceModel
 from ecospec_runtime.config import Config
+from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import (
     MANIFEST_FILE,
@@ -118,6 +119,10 @@ def train(network: PredictorNetwork, data: PredictorData, config: FitConfig, log
             raise
     if trainer.interrupted:
         raise KeyboardInterrupt
+    if trainer.global_step < steps and trainer.is_global_zero:
+        note(
+            f"fit: stopped by max_seconds={config.max_seconds:g} at step {trainer.global_step} of {steps}; set more, or null for no limit"
+        )
     return int(trainer.current_epoch)
 
 

@@ -1,6 +1,6 @@
 """The set that buys the most tokens for the time it takes: maximise sum V - price * T over closed sets.
 
-Source: this project's own rule (DESIGN §3). T is the profiled pass time, the price is a long-run rate in tokens per ms
+Source: this project's own rule. T is the profiled pass time, the price is a long-run rate in tokens per ms
 (found by replay, `ecospec_train.tune`). Drafting and prediction are already paid for when a set is chosen and are no
 part of T here; whether they are worth it is for `outlook` and the `DraftGate` to say.
 
