@@ -2,10 +2,9 @@
 
 Every model: the experts function "ecospec", which reads each touched expert once. On a CPU its weights move to huge
 pages. A bfloat16 model there also gets few-row linear layers, routers, norms and attention (DeepSeek's without expanding
-its latents): a pass then costs what its
-weights cost to read, and a token's result does not depend on the tokens verified beside it. Where Triton runs, a model
-gets attention besides experts. float32 keeps torch's own operations, so that its tokens stay those of `generate`, unless
-`ECOSPEC_KERNELS=fused` asks for the Triton kernels.
+its latents): a pass then costs what its weights cost to read, and a token's result does not depend on the tokens verified
+beside it. Where Triton runs, a model gets attention besides experts. float32 keeps torch's own operations, so that its tokens
+stay those of `generate`, unless `ECOSPEC_KERNELS=fused` asks for the Triton kernels.
 """
 
 from __future__ import annotations

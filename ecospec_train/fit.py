@@ -119,7 +119,7 @@ def train(network: PredictorNetwork, data: PredictorData, config: FitConfig, log
             raise
     if trainer.interrupted:
         raise KeyboardInterrupt
-    if trainer.global_step < steps and trainer.is_global_zero:
+    if config.max_seconds is not None and trainer.global_step < steps and trainer.is_global_zero:
         note(
             f"fit: stopped by max_seconds={config.max_seconds:g} at step {trainer.global_step} of {steps}; set more, or null for no limit"
         )

@@ -248,16 +248,8 @@ def latent_attention(q_nHD: Tensor, *rest: Any, supported: bool) -> Tensor:
 
 def supports_mtp(w: Any) -> bool:
     """Whether the CPU kernel of `mtp_layer` takes these weights (see its `MtpWeights`); some rows must be cached."""
-    norms = (
-        w.embedding_norm,
-        w.hidden_norm,
-        w.input_norm,
-        w.post_norm,
-        w.output_norm,
-        w.latent_norm,
-        w.router,
-        w.router_bias,
-    )
+    norms = (w.embedding_norm, w.hidden_norm, w.input_norm, w.post_norm, w.output_norm, w.latent_norm, w.router,
+             w.router_bias)  # fmt: skip
     matrices = [
         w.project,
         w.q_up,

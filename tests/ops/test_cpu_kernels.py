@@ -202,7 +202,17 @@ def test_latent_attention(
 
 
 def test_latents_that_no_row_sees_are_not_read() -> None:
+    """A mask's NaN hides nothing: it makes the row NaN."""
     q, latent, key, up = latent_case(4, 40, 2, (16, 16, 32, 16), BF16)
+    added = torch.zeros(4, 40)
+    added[1, 3] = float("nan")
+    for name in ("cpu", "reference"):
+        assert op("latent_attention", name)(q, latent, key, up, added, 0.3).isnan().flatten(1).all(1).tolist() == [
+            False,
+            True,
+            False,
+            False,
+        ]
     shown = torch.ones(4, 40, dtype=torch.bool).tril(30)
     shown[2] = False  # a row that sees nothing is zero
     latent[34:], key[34:] = float("nan"), float("nan")

@@ -51,6 +51,19 @@ def launches(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *names: str) -
     return seen
 
 
+def launched(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, op: str, kernels: list[str], calls: Callable[[], Iterator[Any]]
+) -> list[Launch]:  # fmt: skip
+    """What an op launches of `kernels` in these calls."""
+    seen = launches(monkeypatch, getattr(module, "kernels", module), *kernels)
+    if module is draw_rows:
+        launches(monkeypatch, argmax_rows, "combine_kernel")
+    for arguments in calls():
+        getattr(module, op)(*arguments)
+    assert seen
+    return seen
+
+
 def is_compiled(launch: Launch, forms: list[Configuration]) -> bool:
     """Whether one of the forms is this launch. A pointer that the constants leave unused may be None."""
     kernel, given = launch
@@ -196,12 +209,7 @@ def test_every_launch_is_among_the_compiled_forms(
 ) -> None:  # fmt: skip
     """And every form is launched by one of the calls, so that none is compiled for nothing."""
     forms = module.configurations(BACKEND)
-    seen = launches(monkeypatch, getattr(module, "kernels", module), *kernels)
-    if module is draw_rows:
-        launches(monkeypatch, argmax_rows, "combine_kernel")
-    for arguments in calls():
-        getattr(module, op)(*arguments)
-    assert seen
+    seen = launched(monkeypatch, module, op, kernels, calls)
     for launch in seen:
         assert is_compiled(launch, forms), {k: v for k, v in launch[1].items() if not torch.is_tensor(v)}
     for form in forms:
@@ -279,12 +287,7 @@ def test_launches_of_the_listed_models_are_compiled_as_they_are(
 ) -> None:  # fmt: skip
     """Down to what Triton takes for granted: numbers that are 1, numbers and addresses that are multiples of 16."""
     forms = module.configurations(BACKEND)
-    seen = launches(monkeypatch, getattr(module, "kernels", module), *kernels)
-    if module is draw_rows:
-        launches(monkeypatch, argmax_rows, "combine_kernel")
-    for arguments in calls():
-        getattr(module, op)(*arguments)
-    assert seen
+    seen = launched(monkeypatch, module, op, kernels, calls)
     for kernel, given in seen:
         assert is_exactly_compiled((kernel, given), forms), {
             k: v for k, v in given.items() if not torch.is_tensor(v) or not v.is_contiguous()

@@ -98,9 +98,10 @@ def trained(traces: Path, config: FitConfig) -> tuple[PredictorNetwork, int]:
     return net, train(net, data, config, None)
 
 
-def test_the_time_budget_ends_training(traces: Path, tmp_path: Path) -> None:
+def test_the_time_budget_ends_training(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, epochs = trained(traces, FitConfig(traces=traces, out=tmp_path, width=16, epochs=10_000, max_seconds=0.5))
     assert epochs < 10_000
+    assert "fit: stopped by max_seconds=0.5 at step" in capsys.readouterr().err
 
 
 def test_one_seed_gives_one_network(traces: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from ecospec_kernels.blocks import (
     write_row,
 )  # fmt: skip
 from ecospec_kernels.checks import refuse
+from ecospec_kernels.draft_layer.cpu import rms
 from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
 from ecospec_kernels.latent_attention.reference import invalid
 from ecospec_kernels.tree_attention.cpu import MASKED, bias_of, mask_arguments, pad_keys, softmax
@@ -52,16 +53,10 @@ def new_rows(q: int, n: int, heads: int, plain: int, dim: int, compressed: int, 
     x_size, size, room = 2 if x_bf16 else 4, 2 if bf16 else 4, 4 * max(latent, 2 * dim)
     weight, row, c, s, out = scratch, scratch + room, scratch + 2 * room, scratch + 3 * room, scratch + 4 * room
     read_row(norm, latent, x_bf16, weight)
-    scale, x, y = view(weight, latent, np.float32), view(row, latent, np.float32), view(out, latent, np.float32)
     for t in range(n):
         at = compressed + t * (latent + dim) * x_size
         read_row(at, latent, x_bf16, row)
-        total = np.float32(0.0)
-        for i in range(latent):
-            total += x[i] * x[i]
-        factor = np.float32(1.0) / np.sqrt(total / np.float32(latent) + np.float32(eps))
-        for i in range(latent):
-            y[i] = x[i] * factor * scale[i]
+        rms(row, weight, latent, eps, out)
         write_row(out, latent, bf16, latents + t * latent * size)
         read_row(cos + t * table_stride, dim // 2, x_bf16, c)
         read_row(sin + t * table_stride, dim // 2, x_bf16, s)
@@ -134,7 +129,7 @@ def attend(q: int, n: int, heads: int, plain: int, dim: int, latents: int, laten
         kept = 0
         for j in range(cached):
             shift = bias_of(mask + t * mask_row, mask_kind, j)
-            if shift > MASKED:
+            if not shift <= MASKED:  # NaN does not hide
                 index[kept], bias[kept] = j, shift
                 kept += 1
         view(mixed, many * latent, np.float32)[:] = np.float32(0.0)

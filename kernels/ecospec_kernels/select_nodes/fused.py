@@ -82,8 +82,8 @@ def select_kernel(  # type: ignore[no-untyped-def]
     parent = tl.load(parents + node, mask=node < n, other=-2).to(tl.int32)
     value = tl.load(reach + node, mask=node < n, other=0.0).to(tl.float64)
     value = tl.minimum(tl.where((value >= 0) & (value < float("inf")), value, 0.0), 1.0)
-    state = tl.where(
-        parent == -1, 1, 0
+    state = (parent == -1).to(
+        tl.int32
     )  # 1: open, 2: chosen. Flags would lie in scalar registers on ROCm, which are few
     total = base * 0.0
     for _ in range(budget):
