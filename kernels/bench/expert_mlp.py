@@ -24,7 +24,7 @@ from ecospec_kernels.blocks import view
 from ecospec_kernels.expert_mlp import cpu, reference
 from ecospec_kernels.pages import use_huge_pages
 
-ROWS, TOP_K, SHARE = (1, 2, 3, 4), 4, 4  # each call touches every SHARE-th expert
+ROWS, TOP_K, SHARE = (1, 2, 3, 4, 6, 8), 4, 4  # each call touches every SHARE-th expert
 
 
 @numba.njit(nogil=True)

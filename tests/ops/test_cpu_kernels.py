@@ -18,6 +18,9 @@ from ecospec_kernels.mtp_layer.reference import MtpWeights
 from .cases import BF16, FP16, FP32, assert_near, mxfp4, random, routing
 
 pytest.importorskip("numba")
+MIXED = (
+    2**-16
+)  # of the largest output: what fp32 rows lose in a product with bf16 weights on processors with AVX512-BF16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 
 
@@ -51,7 +54,7 @@ def test_linear(n: int, columns: int, outputs: int, dtype: torch.dtype) -> None:
 
 def test_linear_takes_strided_rows_and_mixed_dtypes() -> None:
     x, weight = random(1, 3, 64)[:, :32], random(2, 16, 32, dtype=BF16)
-    assert_near(op("few_row_linear", "cpu")(x, weight), op("few_row_linear", "reference")(x, weight))
+    assert_near(op("few_row_linear", "cpu")(x, weight), op("few_row_linear", "reference")(x, weight), MIXED)
 
 
 def experts_case(n: int, experts: int, top_k: int, units: int, dtype: torch.dtype, used: int | None = None) -> Any:
@@ -405,7 +408,7 @@ def test_functions_made_from_one_source_have_names_of_their_own() -> None:
     """Or code cached by two processes calls the wrong one: see `specialised`."""
     from numba.core.dispatcher import Dispatcher
 
-    from ecospec_kernels import blocks
+    from ecospec_kernels import blocks, products
 
     found: dict[int, str] = {}
 
@@ -415,7 +418,7 @@ def test_functions_made_from_one_source_have_names_of_their_own() -> None:
             for cell in function.py_func.__closure__ or ():
                 collect(cell.cell_contents)
 
-    for value in vars(blocks).values():
+    for value in [*vars(blocks).values(), *vars(products).values()]:
         collect(value)
     assert len(found) > 10
     assert len(set(found.values())) == len(found)
@@ -440,7 +443,7 @@ def test_mxfp4_experts(n: int, experts: int, top_k: int, units: int, hidden: int
         dispatch.CALLS.clear()
         out = dispatch.expert_mlp(*routed, *matrices, *rest)
         assert dispatch.CALLS == {("expert_mlp", "cpu"): 1}
-        assert_near(out, op("expert_mlp", "reference")(*routed, *matrices, *rest))
+        assert_near(out, op("expert_mlp", "reference")(*routed, *matrices, *rest), MIXED)
         if dtype is BF16:
             assert torch.equal(out, op("expert_mlp", "cpu")(*routed, *plain, *rest))
 

@@ -12,23 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecospec_kernels.blocks import (
-    BLOCK,
-    LANES,
-    NARROW,
-    _dots,
-    compiled,
-    exp,
-    matmul,
-    matmul_f32,
-    pack_row,
-    plane_length,
-    view,
-    workspace,
-)  # fmt: skip
+from ecospec_kernels.blocks import LANES, NARROW, compiled, exp, view, workspace
 from ecospec_kernels.draft_layer.reference import LayerWeights, Rope
+from ecospec_kernels.products import BLOCK, _dots, matmul, matmul_f32, pack_row, plane_length, planes_of
 
-_wide_dot, _narrow_dot = _dots(1, 1, False, LANES), _dots(1, 1, False, NARROW)
+_wide_dot, _narrow_dot = _dots(1, 1, False, 1, LANES), _dots(1, 1, False, 1, NARROW)
 
 
 @numba.njit(nogil=True, fastmath={"contract", "reassoc"})
@@ -46,14 +34,12 @@ def rms(x: int, weight: int, columns: int, eps: float, out: int) -> None:
 @numba.njit(nogil=True)
 def product(x: int, n: int, columns: int, w: int, bf16: bool, outputs: int, packed: int, out: int) -> None:
     """out [n, outputs] = x [n, columns] @ w [outputs, columns].T; x and out dense fp32, `packed` is room for x packed."""
-    planes = 2 if bf16 else 1
-    plane = plane_length(columns, planes)
+    planes, plane = planes_of(False, bf16), plane_length(columns, bf16)
     stride = planes * plane * 4
     for t in range(n):
-        pack_row(x + t * columns * 4, columns, planes, packed + t * stride)
-    matmul(
-        bf16, w, columns * (2 if bf16 else 4), columns // planes, 0, outputs, packed, stride, plane, n, out, outputs * 4
-    )
+        pack_row(x + t * columns * 4, columns, bf16, planes, packed + t * stride)
+    words = columns // 2 if bf16 else columns
+    matmul(bf16, planes, w, 4 * words, words, 0, outputs, packed, stride, plane, n, out, outputs * 4)
 
 
 @numba.njit(nogil=True)

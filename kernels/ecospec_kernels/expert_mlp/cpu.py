@@ -1,4 +1,4 @@
-"""CPU kernel of `expert_mlp` (numba): see `reference.py` for the mathematics, `blocks.py` for how it runs."""
+"""CPU kernel of `expert_mlp` (numba): see `reference.py` for the mathematics, `products.py` for how it runs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecospec_kernels.blocks import (
-    CACHE_LINE,
-    LANES,
-    compiled,
-    exp,
-    matmul,
-    matmul_bf16,
-    pack_row,
-    plane_length,
-    read_row,
-    view,
-    workspace,
-    write_row,
-)  # fmt: skip
+from ecospec_kernels.blocks import CACHE_LINE, LANES, compiled, exp, read_row, view, workspace, write_row
 from ecospec_kernels.checks import refuse
 from ecospec_kernels.expert_mlp.reference import E2M1, GROUP, SWIGLU, Gate, Mxfp4, exponents, invalid
 from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
+from ecospec_kernels.products import matmul, pack_row, plane_length, planes_of
 
 DECODED = (
     GROUP  # rows of an MXFP4 matrix that are decoded at a time, into what stays in a cache; it has whole groups of them
@@ -107,18 +95,18 @@ def _decode(values: int, scales: int, groups: int, codes: int, out: int) -> None
 
 
 @numba.njit(nogil=True)
-def _product(w: int, scales: int, expert: int, rows: int, columns: int, bf16: bool, codes: int, decoded: int, x: int,
+def _product(w: int, scales: int, expert: int, rows: int, columns: int, bf16: bool, planes: int, codes: int, decoded: int, x: int,
              x_stride: int, plane: int, n: int, out: int) -> None:  # fmt: skip
     """out [n, rows] (fp32) of an expert's matrix [rows, columns]: bf16 or fp32, or MXFP4 where it has `scales`."""
     if not scales:
         size = 2 if bf16 else 4
-        matmul(bf16, w + expert * rows * columns * size, columns * size, columns * size // 4, 0, rows,
+        matmul(bf16, planes, w + expert * rows * columns * size, columns * size, columns * size // 4, 0, rows,
                x, x_stride, plane, n, out, 4 * rows)  # fmt: skip
         return
     groups = columns // GROUP
     for first in range(expert * rows, (expert + 1) * rows, DECODED):
         _decode(w + first * groups * 16, scales + first * groups, DECODED * groups, codes, decoded)
-        matmul_bf16(decoded, 2 * columns, columns // 2, 0, DECODED, x, x_stride, plane, n, out, 4 * rows)
+        matmul(True, planes, decoded, 2 * columns, columns // 2, 0, DECODED, x, x_stride, plane, n, out, 4 * rows)
         out += 4 * DECODED
 
 
@@ -128,12 +116,12 @@ def run_experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: i
              interleaved: bool, alpha: float, limit: float, shift: float, gate_up_bias: int, down_bias: int, part: int, parts: int,
              y: int, scratch: int) -> bool:  # fmt: skip
     """y [n * slots, hidden] (fp32): each pair's expert output, for every `parts`-th touched expert from `part` on."""
-    planes, size = 2 if w_bf16 else 1, 2 if b_bf16 else 4
-    in_plane, mid_plane = plane_length(hidden, planes), plane_length(units, planes)
-    in_stride, mid_stride = 4 * planes * in_plane, 4 * planes * mid_plane
+    planes, mid_planes, size = planes_of(x_bf16, w_bf16), planes_of(False, w_bf16), 2 if b_bf16 else 4
+    in_plane, mid_plane = plane_length(hidden, w_bf16), plane_length(units, w_bf16)
+    in_stride, mid_stride = 4 * planes * in_plane, 4 * mid_planes * mid_plane
     starts, order = scratch, scratch + 8 * (experts + 2)  # the layout that experts_scratch counts
     row = (order + 8 * n * slots + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE  # aligned vectors do not straddle lines
-    packed_in = row + 4 * plane_length(max(hidden, units), 1)
+    packed_in = row + 4 * plane_length(max(hidden, units), False)
     packed_mid = packed_in + n * in_stride
     inner = packed_mid + n * mid_stride
     outer = inner + 8 * n * units
@@ -155,15 +143,15 @@ def run_experts(x: int, x_stride: int, n: int, hidden: int, index: int, slots: i
             rows = min(n, begin + count - chunk)
             for i in range(rows):
                 read_row(x + pair[chunk + i] // slots * x_stride, hidden, x_bf16, row)
-                pack_row(row, hidden, planes, packed_in + i * in_stride)
-            _product(gate_up, gate_up_scales, e, 2 * units, hidden, w_bf16, codes, decoded,
+                pack_row(row, hidden, w_bf16, planes, packed_in + i * in_stride)
+            _product(gate_up, gate_up_scales, e, 2 * units, hidden, w_bf16, planes, codes, decoded,
                      packed_in, in_stride, in_plane, rows, inner)  # fmt: skip
             for i in range(rows):
                 at = inner + 8 * i * units
                 _add_bias(at, 2 * units, gate_up_bias and gate_up_bias + e * 2 * units * size, b_bf16, bias)
                 _gated(at, units, interleaved, alpha, limit, shift, row)
-                pack_row(row, units, planes, packed_mid + i * mid_stride)
-            _product(down, down_scales, e, hidden, units, w_bf16, codes, decoded,
+                pack_row(row, units, w_bf16, mid_planes, packed_mid + i * mid_stride)
+            _product(down, down_scales, e, hidden, units, w_bf16, mid_planes, codes, decoded,
                      packed_mid, mid_stride, mid_plane, rows, outer)  # fmt: skip
             for i in range(rows):
                 _add_bias(outer + 4 * i * hidden, hidden, down_bias and down_bias + e * hidden * size, b_bf16, bias)

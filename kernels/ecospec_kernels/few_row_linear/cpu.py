@@ -1,4 +1,4 @@
-"""CPU kernel of `few_row_linear` (numba): see `reference.py` for the mathematics, `blocks.py` for how it runs."""
+"""CPU kernel of `few_row_linear` (numba): see `reference.py` for the mathematics, `products.py` for how it runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecospec_kernels.blocks import (
-    BLOCK,
-    LANES,
-    compiled,
-    matmul,
-    pack_row,
-    plane_length,
-    read_row,
-    view,
-    workspace,
-    write_row,
-)  # fmt: skip
+from ecospec_kernels.blocks import LANES, compiled, read_row, view, workspace, write_row
+from ecospec_kernels.products import BLOCK, matmul, pack_row, plane_length, planes_of
 
 SPLIT_BYTES = 1 << 20  # weights smaller than this are not worth a second thread
 
@@ -30,14 +20,16 @@ SPLIT_BYTES = 1 << 20  # weights smaller than this are not worth a second thread
 def _linear(x: int, x_stride: int, n: int, columns: int, w: int, w_stride: int, outputs: int, first: int, last: int,
             bias: int, out: int, x_bf16: bool, w_bf16: bool, scratch: int) -> None:  # fmt: skip
     """Outputs [first, last) of every row; `scratch` holds a row, the packed rows and the fp32 sums (`_scratch_size`)."""
-    planes, size = 2 if w_bf16 else 1, 2 if x_bf16 else 4
-    plane = plane_length(columns, planes)
+    planes, size = planes_of(x_bf16, w_bf16), 2 if x_bf16 else 4
+    plane = plane_length(columns, w_bf16)
     packed = scratch + 4 * max(columns, outputs)
     sums = packed + 4 * n * planes * plane
     for t in range(n):
         read_row(x + t * x_stride, columns, x_bf16, scratch)
-        pack_row(scratch, columns, planes, packed + 4 * t * planes * plane)
-    matmul(w_bf16, w, w_stride, columns // planes, first, last, packed, planes * plane * 4, plane, n, sums, outputs * 4)
+        pack_row(scratch, columns, w_bf16, planes, packed + 4 * t * planes * plane)
+    matmul(
+        w_bf16, planes, w, w_stride, w_stride // 4, first, last, packed, planes * plane * 4, plane, n, sums, outputs * 4
+    )
     if bias:
         read_row(bias, outputs, w_bf16, scratch)
     for t in range(n):

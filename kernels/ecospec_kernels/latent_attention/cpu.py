@@ -1,4 +1,4 @@
-"""CPU kernels of `latent_attention` (numba): see `reference.py` for the mathematics, `blocks.py` for how it runs.
+"""CPU kernels of `latent_attention` (numba): see `reference.py` for the mathematics, `products.py` for how it runs.
 
 Rows go one by one, each over the keys that it may see, in order: as in `tree_attention`, its result is that of a pass without
 the others. All tensors have one dtype.
@@ -13,22 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecospec_kernels.blocks import (
-    BLOCK,
-    LANES,
-    compiled,
-    matmul,
-    pack_row,
-    plane_length,
-    read_row,
-    view,
-    workspace,
-    write_row,
-)  # fmt: skip
+from ecospec_kernels.blocks import LANES, compiled, read_row, view, workspace, write_row
 from ecospec_kernels.checks import refuse
 from ecospec_kernels.draft_layer.cpu import rms
 from ecospec_kernels.few_row_linear.cpu import SPLIT_BYTES, pool
 from ecospec_kernels.latent_attention.reference import invalid
+from ecospec_kernels.products import BLOCK, matmul, pack_row, plane_length, planes_of
 from ecospec_kernels.tree_attention.cpu import MASKED, bias_of, mask_arguments, pad_keys, softmax
 
 AT_ONCE = 4  # rows that are added to a sum together
@@ -111,8 +101,8 @@ def attend(q: int, n: int, heads: int, plain: int, dim: int, latents: int, laten
             key_row: int, cached: int, up: int, values: int, mask: int, mask_row: int, mask_kind: int, scale: float,
             x_bf16: bool, bf16: bool, first: int, last: int, out: int, scratch: int) -> None:  # fmt: skip
     """Heads [first, last) of every row; `x_bf16`: q and out, `bf16`: the others; strides in bytes; `cached` >= BLOCK rows. `scratch`: as `attend_scratch` counts."""
-    planes, size, x_size, many = 2 if bf16 else 1, 2 if bf16 else 4, 2 if x_bf16 else 4, last - first
-    plane, dim_plane = plane_length(latent, planes), plane_length(dim, planes)
+    planes, size, x_size, many = planes_of(False, bf16), 2 if bf16 else 4, 2 if x_bf16 else 4, last - first
+    plane, dim_plane = plane_length(latent, bf16), plane_length(dim, bf16)
     stride, dim_stride = 4 * planes * plane, 4 * planes * dim_plane
     shown = scratch
     added = shown + 8 * cached
@@ -140,11 +130,25 @@ def attend(q: int, n: int, heads: int, plain: int, dim: int, latents: int, laten
                 count = min(AT_ONCE, plain - d)
                 _read_rows(up + (first + h) * up_head, latent * size, 0, d, count, latent, bf16, block)
                 _add_rows(block, count, latent, row + 4 * d, mixed + 4 * h * latent)
-            pack_row(mixed + 4 * h * latent, latent, planes, packed + h * stride)
+            pack_row(mixed + 4 * h * latent, latent, bf16, planes, packed + h * stride)
             read_row(at + plain * x_size, dim, x_bf16, row)
-            pack_row(row, dim, planes, packed_keys + h * dim_stride)
-        matmul(bf16, latents, latent_row, latent // planes, 0, cached, packed, stride, plane, many, scores, 4 * cached)
-        matmul(bf16, keys, key_row, dim // planes, 0, cached, packed_keys, dim_stride, dim_plane, many, key_scores,
+            pack_row(row, dim, bf16, planes, packed_keys + h * dim_stride)
+        matmul(
+            bf16,
+            planes,
+            latents,
+            latent_row,
+            latent // planes,
+            0,
+            cached,
+            packed,
+            stride,
+            plane,
+            many,
+            scores,
+            4 * cached,
+        )
+        matmul(bf16, planes, keys, key_row, dim // planes, 0, cached, packed_keys, dim_stride, dim_plane, many, key_scores,
                4 * cached)  # fmt: skip
         for h in range(many):
             score = view(scores + 4 * h * cached, cached, np.float32)
@@ -159,9 +163,9 @@ def attend(q: int, n: int, heads: int, plain: int, dim: int, latents: int, laten
             for h in range(many):
                 _add_rows(block, count, latent, scores + 4 * (h * cached + i), mixed + 4 * h * latent)
         for h in range(many):
-            pack_row(mixed + 4 * h * latent, latent, planes, packed)
-            matmul(bf16, up + (first + h) * up_head + plain * latent * size, latent * size, latent // planes, 0, values,
-                   packed, stride, plane, 1, row, 4 * values)  # fmt: skip
+            pack_row(mixed + 4 * h * latent, latent, bf16, planes, packed)
+            matmul(bf16, planes, up + (first + h) * up_head + plain * latent * size, latent * size, latent // planes, 0,
+                   values, packed, stride, plane, 1, row, 4 * values)  # fmt: skip
             write_row(row, values, x_bf16, out + (t * heads + first + h) * values * x_size)
 
 

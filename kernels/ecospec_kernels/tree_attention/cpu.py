@@ -11,21 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecospec_kernels.blocks import (
-    BLOCK,
-    LANES,
-    compiled,
-    exp,
-    load_bf16,
-    matmul_bf16,
-    pack_row,
-    plane_length,
-    read_row,
-    view,
-    workspace,
-    write_row,
-)  # fmt: skip
+from ecospec_kernels.blocks import LANES, compiled, exp, load_bf16, read_row, view, workspace, write_row
 from ecospec_kernels.checks import refuse
+from ecospec_kernels.products import BLOCK, matmul, pack_row, plane_length, planes_of
 from ecospec_kernels.tree_attention.reference import invalid
 
 MASKED = np.float32(-1e30)  # additive masks at or below this hide a key
@@ -76,8 +64,8 @@ def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v:
             mask: int, mask_row: int, mask_kind: int, heads: int, groups: int, n: int, keys: int, dim: int, value_dim: int,
             scale: float, sinks: int, out: int, scratch: int) -> None:  # fmt: skip
     """Strides in bytes. `keys` >= BLOCK. `sinks`: fp32 [heads], or 0. `scratch`: laid out as `_scratch_size` counts."""
-    plane = plane_length(dim, 2)
-    share, stride = heads // groups, 8 * plane
+    planes, plane = planes_of(True, True), plane_length(dim, True)
+    share, stride = heads // groups, 4 * planes * plane
     kept_keys = scratch
     row = kept_keys + 8 * keys
     packed = row + 4 * max(dim, value_dim)
@@ -86,8 +74,10 @@ def _attend(q: int, q_head: int, q_row: int, k: int, k_head: int, k_row: int, v:
         for h in range(share):
             for t in range(n):
                 read_row(q + (g * share + h) * q_head + t * q_row, dim, True, row)
-                pack_row(row, dim, 2, packed + (h * n + t) * stride)
-        matmul_bf16(k + g * k_head, k_row, dim // 2, 0, keys, packed, stride, plane, share * n, scores, 4 * keys)
+                pack_row(row, dim, True, planes, packed + (h * n + t) * stride)
+        matmul(
+            True, planes, k + g * k_head, k_row, dim // 2, 0, keys, packed, stride, plane, share * n, scores, 4 * keys
+        )
         index = view(kept_keys, keys, np.int64)
         for h in range(share):
             sink = np.float32(-np.inf)
