@@ -17,6 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from ecospec_runtime.config import is_hub_id
 from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.mxfp4 import keeping_mxfp4
@@ -42,7 +43,7 @@ def resolve_folder(source: str, role: str) -> Path:
     if not source.strip():
         raise UserError(f"{role}: the name is empty; pass a local folder or a hub id of the form owner/name")
     if not os.path.exists(folder):  # unlike Path.exists, not an error where the name is too long
-        if source.startswith((".", "/", "~")) or source.count("/") != 1:
+        if not is_hub_id(source):
             raise UserError(f"{role} {source}: no such folder; pass a local folder or a hub id of the form owner/name")
         folder = _download(source, role)
     if not (folder / "config.json").is_file():

@@ -17,8 +17,10 @@ from ecospec_runtime.console import (
     console,
     handled,
     leads,
+    naming_options,
     new_app,
     note,
+    option_name,
     write_json,
 )
 from ecospec_runtime.errors import UserError
@@ -26,6 +28,7 @@ from ecospec_runtime.errors import UserError
 if TYPE_CHECKING:
     from ecospec_runtime.bench import Contestant, Plan
     from ecospec_runtime.bundle import Bundle
+    from ecospec_runtime.config import GenerationConfig
     from ecospec_runtime.engine import Engine
     from ecospec_runtime.placement import Placement
     from ecospec_runtime.policies import PolicySpec
@@ -104,17 +107,18 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise UserError("give either --prompt TEXT or --prompts FILE")
     check_writable(json_file)
-    from ecospec_runtime.config import GenerationConfig
-    from ecospec_runtime.engine import Engine
+    from ecospec_runtime.bundle import load_bundle
     from ecospec_runtime.prompts import Prompt, read_prompts
 
-    values = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
-              "stop_strings": tuple(stop or ())}  # fmt: skip
-    config = GenerationConfig.from_mapping(values | {"seed": seed})
+    config = generation(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+                        stop_strings=tuple(stop or ()))  # fmt: skip
     split_policies(policy)
+    loaded = load_bundle(bundle)
     if prompts is not None:
         read_prompts(prompts, limit=1)
-    engine = Engine.from_bundle(bundle, target, drafter, policy, dtype, place(device, device_map, tp), threads)
+    from ecospec_runtime.engine import Engine  # slow: after what is cheap to refuse
+
+    engine = Engine.from_bundle(loaded, target, drafter, policy, dtype, place(device, device_map, tp), threads)
     if policy == "auto" and engine.policy.name == "off":
         note(f"speculation is off: {engine.reason or 'it does not pay on this device'}")
     rows = [Prompt(prompt)] if prompt is not None else read_prompts(str(prompts), engine.target.tokenizer)
@@ -129,7 +133,16 @@ def generate(
     write_json(json_file, report)
 
 
-def stream_one(engine: Engine, text: str, ids: list[int], config: Any) -> dict[str, Any]:
+def generation(**values: Any) -> GenerationConfig:
+    """The settings of a decode from a command's options. Raises UserError naming the option."""
+    from ecospec_runtime.config import GenerationConfig
+
+    options = {key: option_name(key) for key in values} | {"stop_strings": "--stop"}
+    with naming_options("GenerationConfig", options):
+        return GenerationConfig.from_mapping(values)
+
+
+def stream_one(engine: Engine, text: str, ids: list[int], config: GenerationConfig) -> dict[str, Any]:
     """Print prompt and continuation as it comes; returns the JSON entry."""
     stream = engine.generate(ids, config)
     sys.stdout.write(text)
@@ -183,24 +196,28 @@ def bench(
     """Measure policies side by side, by turns of a few tokens on every prompt, in one process."""
     check_writable(json_file)
     from ecospec_runtime import bench_report
-    from ecospec_runtime.bench import METHOD, Plan, measure, summarize
     from ecospec_runtime.bundle import load_bundle
-    from ecospec_runtime.engine import Engine
-    from ecospec_runtime.machine import describe
-    from ecospec_runtime.mxfp4 import dtype_name
     from ecospec_runtime.prompts import fingerprint_prompts, read_prompts
 
     if plots is not None:
         bench_report.check_plots(plots)
+    temperatures = tuple(temperature or (0.0,))
+    for one in temperatures:
+        generation(max_new_tokens=max_new_tokens, temperature=one, top_p=top_p, top_k=top_k, seed=seed)
     named = split_policies(policies)
-    read_prompts(prompts, limit=1)
     loaded = load_bundle(bundle)
+    read_prompts(prompts, limit=1)
     if tp > 1 and screen:
         raise UserError("--screen drops policies by the clock, which processes may read differently; not with --tp")
+    from ecospec_runtime.bench import METHOD, Plan, measure, summarize  # slow: after what is cheap to refuse
+    from ecospec_runtime.engine import Engine
+    from ecospec_runtime.machine import describe
+    from ecospec_runtime.mxfp4 import dtype_name
+
     base = Engine.from_bundle(loaded, target, drafter, "off", dtype, place(device, device_map, tp), threads)
     base.record_routing = True
     rows = read_prompts(prompts, base.target.tokenizer, count)
-    plan = Plan([r.encode(base.target.tokenizer, max_prompt_tokens) for r in rows], tuple(temperature or (0.0,)),
+    plan = Plan([r.encode(base.target.tokenizer, max_prompt_tokens) for r in rows], temperatures,
                 max_new_tokens, repeats, seed, {"top_p": top_p, "top_k": top_k}, screen)  # fmt: skip
     entrants = contestants(loaded, base, named)
     started = time.perf_counter()

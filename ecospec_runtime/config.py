@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
 
-from ecospec_runtime.errors import UserError
+from ecospec_runtime.errors import SettingError, UserError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -22,7 +22,7 @@ _REFUSED = {
 
 
 class Config(BaseModel):
-    """Pydantic model that refuses unknown keys and reports every mistake as a `UserError` naming the key."""
+    """Pydantic model that refuses unknown keys and reports every mistake as a `SettingError` naming the key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,10 +36,10 @@ class Config(BaseModel):
             key = ".".join(str(part) for part in first["loc"]) or cls.__name__
             if first["type"] == "extra_forbidden":
                 remedy = _REFUSED.get(key, "supported keys: " + ", ".join(cls.model_fields))
-                raise UserError(f"{cls.__name__}: '{key}' is not supported; {remedy}") from None
+                raise SettingError(cls.__name__, key, f"is not supported; {remedy}") from None
             if first["type"] == "missing":
-                raise UserError(f"{cls.__name__}: '{key}' is missing; it has no default") from None
-            raise UserError(f"{cls.__name__}: '{key}' = {first['input']!r}: {first['msg']}") from None
+                raise SettingError(cls.__name__, key, "is missing; it has no default") from None
+            raise SettingError(cls.__name__, key, f"= {first['input']!r}: {first['msg']}") from None
 
 
 def read_model(path: Path, model: type[M], remedy: str) -> M:
@@ -54,6 +54,11 @@ def read_model(path: Path, model: type[M], remedy: str) -> M:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "file"
         raise UserError(f"{path}: {key}: {first['msg']}; {remedy}") from error
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether something that does not exist here may be an `owner/name` of a hub, rather than a path."""
+    return source.count("/") == 1 and not source.startswith((".", "/", "~"))
 
 
 class PoolConfig(Config):
@@ -97,7 +102,7 @@ class GenerationConfig(Config):
     @model_validator(mode="after")
     def _no_empty_stop(self) -> Self:
         if "" in self.stop_strings:
-            raise UserError("GenerationConfig: 'stop_strings' holds an empty string; remove it")
+            raise SettingError("GenerationConfig", "stop_strings", "holds an empty string; remove it")
         return self
 
     @classmethod

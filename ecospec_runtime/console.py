@@ -7,14 +7,16 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
-from ecospec_runtime.errors import UserError
+from ecospec_runtime import __version__
+from ecospec_runtime.errors import SettingError, UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,12 +36,45 @@ _DISK = {
 }
 
 
+def show_version(asked: bool) -> None:
+    """Print the version and leave, if asked for."""
+    if asked:
+        print(f"ecospec {__version__}")
+        raise typer.Exit
+
+
+def common_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What may stand before a command's name."""
+
+
 def new_app(name: str, text: str) -> typer.Typer:
-    """A Typer application whose usage errors are plain text with exit code 2."""
-    return typer.Typer(
+    """A Typer application with `--version` whose usage errors are plain text with exit code 2."""
+    app = typer.Typer(
         name=name, help=text, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
         pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
+    app.callback()(common_options)
+    return app
+
+
+@contextmanager
+def naming_options(owner: str, options: Mapping[str, str]) -> Iterator[None]:
+    """Let a mistake in a setting of the class `owner` name the command's option: `options` has it by key."""
+    try:
+        yield
+    except SettingError as error:
+        if error.owner != owner or error.key not in options:
+            raise
+        raise UserError(f"{options[error.key]} {error.problem}") from None
+
+
+def option_name(key: str) -> str:
+    """`--max-new-tokens` for max_new_tokens."""
+    return "--" + key.replace("_", "-")
 
 
 def handled(function: F) -> F:

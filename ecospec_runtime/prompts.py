@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ecospec_runtime.config import is_hub_id
 from ecospec_runtime.errors import UserError
 
 FIELDS = ("prompt", "text", "messages", "conversations", "turns")
@@ -51,12 +52,12 @@ def read_prompts(source: str | Path, tokenizer: Any = None, limit: int | None = 
         rows: Iterable[tuple[str, Any]] = list(_json_lines(path))
     elif path.exists():
         rows = _parquet_rows(path)
-    elif path.suffix or path.is_absolute() or str(source).count("/") > 1 or not str(source):
-        raise UserError(
-            f"{source}: no such prompt file; give a JSONL file, a folder of Parquet files or a hub data set id"
-        )
-    else:
+    elif not path.suffix and is_hub_id(str(source)):
         rows = _hub_rows(str(source))
+    else:
+        raise UserError(
+            f"{source}: no such prompt file; give a JSONL file, a folder of Parquet files or a hub data set (owner/name)"
+        )
     prompts: list[Prompt] = []
     for where, row in rows:
         prompt = _to_prompt(where, row, tokenizer)

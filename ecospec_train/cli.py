@@ -11,16 +11,32 @@ from typing import Annotated, Any
 
 import typer
 
-from ecospec_runtime.cli import DeviceMapOption, ThreadsOption, set_threads
-from ecospec_runtime.console import check_writable, handled, new_app, note, write_json
+from ecospec_runtime.cli import DeviceMapOption, set_threads
+from ecospec_runtime.console import (
+    MOST_THREADS,
+    check_writable,
+    handled,
+    naming_options,
+    new_app,
+    note,
+    option_name,
+    write_json,
+)
 from ecospec_runtime.errors import UserError
+from ecospec_train.settings import FitConfig, HarvestConfig, ProfileConfig, TuneConfig
 
 app = new_app("ecospec-train", "Train and tune cost-aware speculative decoding for a mixture-of-experts model.")
 
 TargetOption = Annotated[str, typer.Option(help="Local folder or hub id of the target.")]
 DrafterOption = Annotated[str, typer.Option(help="Local folder or hub id of the drafter, or ngram[:min=1,max=4].")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Any other setting, key=value; may be repeated.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; default: torch's choice.")
+]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+
+HARVEST, FIT = HarvestConfig.model_construct(), FitConfig.model_construct()  # the options' defaults
+PROFILE, TUNE = ProfileConfig.model_construct(), TuneConfig.model_construct()
 
 
 def main() -> None:
@@ -37,7 +53,10 @@ def run_stage(stage: str, flags: dict[str, Any], extra: Sequence[str] | None, js
     values = {key: value for key, value in flags.items() if value is not None}
     for text in extra or ():
         apply_override(values, text)
-    result = RUNNERS[stage](config_class(stage).model_validate(values))
+    settings = config_class(stage)
+    with naming_options(settings.__name__, {key: option_name(key) for key in flags}):
+        config = settings.model_validate(values)
+    result = RUNNERS[stage](config)
     write_json(json_file, as_json(result))
     return result
 
@@ -62,22 +81,29 @@ def harvest(
     drafter: DrafterOption,
     prompts: Annotated[str, typer.Option(help="JSONL file or hub data set.")],
     out: Annotated[Path, typer.Option(help="Folder for the traces.")],
-    max_positions: Annotated[int | None, typer.Option(help="Stop after this many positions.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Of the target's own text, per prompt.")] = None,
-    pool_size: Annotated[int | None, typer.Option(min=1, help="Nodes of a pool; a multiple of its depth.")] = None,
-    pool_depth: Annotated[int | None, typer.Option(min=1, help="Levels of a pool.")] = None,
-    pool_beam: Annotated[int | None, typer.Option(min=1, help="Nodes of a level that are expanded.")] = None,
+    max_positions: Annotated[
+        int | None, typer.Option(help="Stop after this many positions; default: all prompts to their end.")
+    ] = HARVEST.max_positions,
+    max_new_tokens: Annotated[int, typer.Option(help="Of the target's own text, per prompt.")] = HARVEST.max_new_tokens,
+    pool_size: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Nodes of a pool; a multiple of its depth, default: {HARVEST.pool.width} times it."),
+    ] = None,
+    pool_depth: Annotated[int, typer.Option(min=1, help="Levels of a pool.")] = HARVEST.pool.depth,
+    pool_beam: Annotated[int, typer.Option(min=1, help="Nodes of a level that are expanded.")] = HARVEST.pool.beam,
     stride: Annotated[
-        int | None, typer.Option(help="Positions from one pool to the next; replay is exact at 1.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of the trajectory.")] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    max_disk: Annotated[str | None, typer.Option(help="Refuse to write more than this, e.g. 2GB.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted harvest.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, auto or mxfp4.")] = None,
+        int, typer.Option(help="Positions from one pool to the next; replay is exact at 1.")
+    ] = HARVEST.stride,
+    temperature: Annotated[float, typer.Option(help="Of the trajectory.")] = HARVEST.temperature,
+    seed: Annotated[int, typer.Option(help="Of the trajectory, above temperature 0.")] = HARVEST.seed,
+    max_disk: Annotated[
+        str, typer.Option(help="Refuse to write more than this, e.g. 2GB.")
+    ] = f"{HARVEST.max_disk / 10**9:g}GB",
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted harvest.")] = HARVEST.resume,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, auto or mxfp4.")] = HARVEST.dtype,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Processes or GPUs, each with a copy of the target.")
-    ] = None,
+        int, typer.Option(min=1, help="Processes or GPUs, each with a copy of the target.")
+    ] = HARVEST.devices,
     device_map: DeviceMapOption = None,
     threads: ThreadsOption = None,
     extra: SetOption = None,
@@ -87,23 +113,20 @@ def harvest(
     set_threads(threads)
     flags = {"target": target, "drafter": drafter, "prompts": prompts, "out": out, "max_positions": max_positions,
              "max_new_tokens": max_new_tokens, "pool": pool_shape(pool_size, pool_depth, pool_beam), "stride": stride,
-             "temperature": temperature, "seed": seed, "max_disk": max_disk, "resume": resume or None, "dtype": dtype,
+             "temperature": temperature, "seed": seed, "max_disk": max_disk, "resume": resume, "dtype": dtype,
              "devices": devices, "device_map": device_map}  # fmt: skip
     manifest = run_stage("harvest", flags, extra, json_file)
     note(f"harvest: {manifest.rows} positions -> {out}")
 
 
-def pool_shape(size: int | None, depth: int | None, beam: int | None) -> dict[str, int] | None:
+def pool_shape(size: int | None, depth: int, beam: int) -> dict[str, int]:
     """The pool section of a harvest; a pool of `size` nodes is `depth` levels of `size / depth`. Raises UserError."""
-    from ecospec_runtime.config import PoolConfig
-
-    shape = {key: value for key, value in (("depth", depth), ("beam", beam)) if value is not None}
+    shape = {"depth": depth, "beam": beam}
     if size is not None:
-        levels = depth if depth is not None else PoolConfig().depth
-        if size % levels:
-            raise UserError(f"--pool-size {size}: not a multiple of the pool's depth {levels}; also give --pool-depth")
-        shape["width"] = size // levels
-    return shape or None
+        if size % depth:
+            raise UserError(f"--pool-size {size}: not a multiple of the pool's depth {depth}; also give --pool-depth")
+        shape["width"] = size // depth
+    return shape
 
 
 @app.command()
@@ -111,12 +134,12 @@ def pool_shape(size: int | None, depth: int | None, beam: int | None) -> dict[st
 def fit(
     traces: Annotated[Path, typer.Option(help="Folder of a harvest.")],
     out: Annotated[Path, typer.Option(help="Folder for the predictor.")],
-    epochs: Annotated[int | None, typer.Option(min=1)] = None,
-    width: Annotated[int | None, typer.Option(help="Of the predictor's trunk.")] = None,
-    max_seconds: Annotated[float | None, typer.Option(help="Stop training after this long.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    devices: Annotated[int | None, typer.Option(min=1)] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the traces.")] = FIT.epochs,
+    width: Annotated[int, typer.Option(help="Of the predictor's trunk.")] = FIT.width,
+    max_seconds: Annotated[float | None, typer.Option(help="Stop training after this long.")] = FIT.max_seconds,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = FIT.lr,
+    seed: Annotated[int, typer.Option(help="Of weights, order and split.")] = FIT.seed,
+    devices: Annotated[int, typer.Option(min=1, help="Processes or GPUs.")] = FIT.devices,
     threads: ThreadsOption = None,
     extra: SetOption = None,
     json_file: JsonOption = None,
@@ -140,13 +163,13 @@ def profile(
     drafter: DrafterOption,
     out: Annotated[Path, typer.Option(help="JSON file for the device profile.")],
     predictor: Annotated[Path | None, typer.Option(help="Predictor folder, to time prediction as well.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, auto or mxfp4.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, ...")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, auto or mxfp4.")] = PROFILE.dtype,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = PROFILE.device,
     device_map: DeviceMapOption = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Processes of a torchrun that share every layer.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Processes of a torchrun that share every layer.")] = PROFILE.tp,
     allow_busy: Annotated[
-        bool | None, typer.Option("--allow-busy", help="Measure though other processes use the machine.")
-    ] = None,
+        bool, typer.Option("--allow-busy", help="Measure though other processes use the machine.")
+    ] = PROFILE.allow_busy,
     threads: ThreadsOption = None,
     extra: SetOption = None,
     json_file: JsonOption = None,
@@ -155,7 +178,7 @@ def profile(
     set_threads(threads)
     from ecospec_runtime.placement import join
 
-    join(tp or 1)
+    join(tp)
     flags = {"target": target, "drafter": drafter, "out": out, "predictor": predictor, "dtype": dtype, "device": device,
              "device_map": device_map, "tp": tp, "allow_busy": allow_busy}  # fmt: skip
     result = run_stage("profile", flags, extra, json_file)
@@ -173,26 +196,25 @@ def tune(
     profile: Annotated[Path, typer.Option(help="File of a profile.")],
     out: Annotated[Path, typer.Option(help="Folder for the policy.")],
     trials: Annotated[
-        int | None,
-        typer.Option(min=1, help="In all, over workers and earlier runs; some thirty points are always tried."),
-    ] = None,
+        int, typer.Option(min=1, help="In all, over workers and earlier runs; some thirty points are always tried.")
+    ] = TUNE.trials,
     objectives: Annotated[
-        str | None, typer.Option(help="rate (default), or pareto: tokens per pass against experts read.")
-    ] = None,
+        str, typer.Option(help="rate, or pareto: tokens per pass against experts read.")
+    ] = TUNE.objectives,
     storage: Annotated[
         str | None,
         typer.Option(help="SQLite or PostgreSQL URL, or a file ending in .journal; default: SQLite in --out."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; further ones may use the same --storage.")
-    ] = None,
+        int, typer.Option(min=1, help="Processes; further ones may use the same --storage.")
+    ] = TUNE.workers,
     confirm_live: Annotated[
-        int | None, typer.Option(min=0, help="Decode with so many of the best, and with off, before choosing.")
-    ] = None,
+        int, typer.Option(min=0, help="Decode with so many of the best, and with off, before choosing.")
+    ] = TUNE.confirm_live,
     target: Annotated[str | None, typer.Option(help="For --confirm-live: the target that was profiled.")] = None,
     drafter: Annotated[str | None, typer.Option(help="For --confirm-live.")] = None,
     prompts: Annotated[str | None, typer.Option(help="For --confirm-live: those of the harvest, or others.")] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampled trials and of the prompts' split.")] = TUNE.seed,
     extra: SetOption = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -253,7 +275,6 @@ def stage(name: str, config: Path) -> None:
 @handled
 def assist(config: Path) -> None:
     """Work on the trials of another process, from its configuration in JSON: how `tune --workers` starts the others."""
-    from ecospec_train.tune import TuneConfig
     from ecospec_train.tune import assist as work
 
     work(TuneConfig.model_validate_json(config.read_text(encoding="utf-8")))

@@ -31,7 +31,7 @@ from ecospec_train.steps import Steps
 from ecospec_train.traces import TraceManifest
 
 if TYPE_CHECKING:
-    from ecospec_train.tune import TuneConfig
+    from ecospec_train.settings import TuneConfig
 
 CONFIDENCE = 0.95
 

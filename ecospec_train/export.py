@@ -13,8 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
-
 from ecospec_runtime.bundle import (
     Bundle,
     DevicePolicy,
@@ -28,29 +26,14 @@ from ecospec_runtime.bundle import (
     vocabulary_sha256,
     write_manifest,
 )
-from ecospec_runtime.config import Config
 from ecospec_runtime.errors import UserError, first_line
 from ecospec_runtime.machine import git_commit, versions
 from ecospec_runtime.predictor import MANIFEST_FILE, METRICS_FILE, PredictorManifest, load_manifest, same_drafter
 from ecospec_train.model_card import PLOT, model_card, plot_replay
 from ecospec_train.reliability import RELIABILITY_PLOT
+from ecospec_train.settings import ExportConfig
 
 PREDICTOR_FILES = ("predictor.onnx", "predictor.safetensors", "acceptance.json", METRICS_FILE)
-
-
-class ExportConfig(Config):
-    """Settings of `export`."""
-
-    predictor: tuple[Path, ...] = Field(min_length=1)  # of several variants, the one that the policies were tuned with
-    policy: tuple[Path, ...]  # folders of `tune`, one per device
-    out: Path
-    target: str | None = None  # where the target lies, if not where the harvest found it
-    drafter: str | None = None
-
-    @field_validator("predictor", "policy", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str | Path) else value
 
 
 def export(config: ExportConfig) -> Bundle:

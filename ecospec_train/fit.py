@@ -27,11 +27,9 @@ import onnxruntime
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from pydantic import Field
 
 from ecospec_runtime.acceptance import FILE as ACCEPTANCE_FILE
 from ecospec_runtime.acceptance import AcceptanceModel
-from ecospec_runtime.config import Config
 from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import (
@@ -50,28 +48,10 @@ from ecospec_train.predictor_data import NodeTables, PredictorData, split_prompt
 from ecospec_train.predictor_export import export_network, sha256
 from ecospec_train.predictor_model import PredictorModule, PredictorNetwork
 from ecospec_train.reliability import RELIABILITY_PLOT, plot_reliability
+from ecospec_train.settings import FitConfig
 from ecospec_train.traces import Traces
 
 BLENDING = 0.15  # share of the fit prompts that the head does not learn from: they say how far it can be trusted
-
-
-class FitConfig(Config):
-    """Settings of `fit`; the defaults suit a quick fit on two cores."""
-
-    traces: Path
-    out: Path
-    width: int = Field(default=192, ge=8, le=8192)  # of the trunk; 512 for targets with thousands of experts in all
-    epochs: int = Field(default=12, ge=1)
-    max_seconds: float | None = Field(default=75.0, gt=0)  # training stops earlier; the schedule knows
-    batch_positions: int = Field(default=32, ge=1)
-    node_share: float = Field(default=0.5, gt=0, le=1)  # of the nodes with an unreached parent that an epoch sees
-    unreached_weight: float = Field(default=0.1, ge=0, le=1)  # of those nodes in the acceptance loss
-    lr: float = Field(default=4e-3, gt=0)
-    weight_decay: float = Field(default=0.5, ge=0)
-    heldout: float = Field(default=0.15, gt=0, lt=1)  # share of the prompts
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    devices: int = Field(default=1, ge=1)
-    accelerator: str = "auto"
 
 
 @dataclass(frozen=True)

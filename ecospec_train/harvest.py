@@ -9,26 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import lightning as L
 import numpy as np
 import pyarrow.parquet as pq
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from pydantic import BeforeValidator, Field
 from safetensors.numpy import save
 from torch.utils.data import DataLoader, IterableDataset
 
-from ecospec_runtime.acceptance import TEMPERATURES
-from ecospec_runtime.config import Config, PoolConfig
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.base import Drafter
 from ecospec_runtime.errors import UserError
@@ -37,6 +33,7 @@ from ecospec_runtime.prompts import Prompt, fingerprint_prompts, read_prompts
 from ecospec_runtime.target import Target
 from ecospec_train.progress import PositionProgress
 from ecospec_train.recording import Recorder
+from ecospec_train.settings import HarvestConfig
 from ecospec_train.trace_writer import ShardWriter, read_progress, sha256_of, write_atomically
 from ecospec_train.traces import (
     EMBEDDING,
@@ -51,46 +48,7 @@ from ecospec_train.traces import (
 
 SHARD_ROWS = 256
 SHARD_OVERHEAD = 32 * 1024  # Parquet's own metadata, and the manifest's entry
-Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _NOT_COMPARED = {"complete", "shards", "embedding_sha256", "seconds", "versions", "command"}
-
-
-def parse_size(value: Any) -> int:
-    """Bytes from an integer or from text like 500MB, 2GB, 1.5 GiB. Raises UserError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", str(value), re.IGNORECASE)
-    if not match:
-        raise UserError(f"--max-disk: '{value}' is not a size; write for example 500MB or 2GB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
-
-
-class HarvestConfig(Config):
-    """Everything that decides the rows of a harvest, and where they go."""
-
-    target: str
-    drafter: str
-    prompts: str
-    out: Path
-    max_positions: int | None = Field(None, ge=1)  # None: all prompts to their end
-    max_new_tokens: int = Field(64, ge=1)  # of the target's own text, per prompt
-    max_prompt_tokens: int = Field(1024, ge=1)  # longer prompts keep their end
-    pool: PoolConfig = PoolConfig()
-    stride: int = Field(1, ge=1)  # replay is exact at 1
-    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
-    seed: int = Field(0, ge=0, lt=2**62)  # prompt i draws with seed + i
-    drafter_temperatures: tuple[Temperature, ...] = Field(TEMPERATURES, min_length=1)
-    target_temperatures: tuple[Temperature, ...] = (1.0, 0.7)
-    max_disk: Annotated[int, BeforeValidator(parse_size)] = 20 * 10**9
-    resume: bool = False
-    dtype: str = Field("float32", pattern="^(float32|bfloat16|auto|mxfp4)$")
-    devices: int = Field(1, ge=1)
-    device_map: str | dict[str, int | str] | None = None  # instead of one device; as --device-map
-
-    @property
-    def recorded_temperatures(self) -> tuple[float, ...]:
-        """`target_temperatures`, and the trajectory's own, which acceptance is fitted for."""
-        own = (self.temperature,) if self.temperature else ()
-        return tuple(dict.fromkeys((*self.target_temperatures, *own)))
 
 
 def harvest(config: HarvestConfig) -> TraceManifest:
@@ -102,15 +60,17 @@ def harvest(config: HarvestConfig) -> TraceManifest:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if config.device_map is not None and config.devices > 1:
         raise UserError("--device-map spreads one target, --devices makes copies of it; give one of them")
-    resuming = check_folder(config) if rank == 0 else True
+    existing = None
+    if rank == 0:
+        existing = check_folder(config)
+        read_prompts(config.prompts, limit=1)  # a mistake in them shall not wait for the target
     device = None if config.device_map else f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
     target = Target.from_pretrained(config.target, config.dtype, device, device_map=config.device_map)
     drafter = load_drafter(config.drafter, target, config.dtype)
     prompts = read_prompts(config.prompts, target.tokenizer)
     manifest = describe(config, target, drafter, prompts)
     if rank == 0:
-        if resuming:
-            existing = read_manifest(config.out)
+        if existing is not None:
             refuse_other_harvest(existing, manifest, config.out)
             if existing.complete:
                 print(f"harvest: {config.out} is complete ({existing.rows} positions)")
@@ -125,22 +85,33 @@ def harvest(config: HarvestConfig) -> TraceManifest:
     return manifest
 
 
-def check_folder(config: HarvestConfig) -> bool:
-    """Whether there is a harvest to continue. Raises UserError if the folder holds anything without `resume`, or something else."""
+def check_folder(config: HarvestConfig) -> TraceManifest | None:
+    """The manifest of the harvest to continue, if any; makes nothing. Raises UserError for a folder that holds anything else."""
     out = config.out
     try:
-        found = sorted(path.name for path in out.iterdir()) if out.exists() else []
-        out.mkdir(parents=True, exist_ok=True)
+        place = existing_part(out)
+        found = {path.name for path in out.iterdir()} - {f".{MANIFEST}.tmp"} if place == out.absolute() else set()
     except OSError as error:
         raise UserError(f"{out}: not a folder to write to ({error.strerror}); choose another --out") from None
-    if not os.access(out, os.W_OK):
-        raise UserError(f"{out}: no permission to write; choose another --out or change its permissions")
-    found = [name for name in found if name != f".{MANIFEST}.tmp"]
-    if found and not config.resume:
+    if not place.is_dir():
+        raise UserError(f"{out}: not a folder to write to ({place} is a file); choose another --out")
+    if not os.access(place, os.W_OK):
+        raise UserError(f"{place}: no permission to write; choose another --out or change its permissions")
+    if not found:
+        return None
+    try:
+        existing = read_manifest(out)
+    except UserError as error:
+        raise UserError(f"{out}: not empty, and holds no harvest to resume ({error}); choose another --out") from None
+    if not config.resume:
         raise UserError(f"{out}: not empty; add --resume to continue the harvest in it, or choose another --out")
-    if found and MANIFEST not in found:
-        raise UserError(f"{out}: holds no harvest to resume ({MANIFEST} is missing); choose another --out")
-    return bool(found)
+    return existing
+
+
+def existing_part(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    whole = path.absolute()
+    return next(part for part in (whole, *whole.parents) if part.exists())
 
 
 def describe(config: HarvestConfig, target: Target, drafter: Drafter, prompts: list[Prompt]) -> TraceManifest:
@@ -215,8 +186,8 @@ def check_disk(config: HarvestConfig, manifest: TraceManifest, prompts: int) -> 
             f"--max-disk: the harvest may need {_size(total)}, more than {_size(config.max_disk)}; raise it, or lower "
             f"--max-positions (about {fitting} fit), --pool-size or the number of prompts"
         )
-    written = sum(path.stat().st_size for path in config.out.iterdir())
-    free = shutil.disk_usage(config.out).free
+    written = sum(path.stat().st_size for path in config.out.glob("*"))
+    free = shutil.disk_usage(existing_part(config.out)).free
     if total - written > free:
         raise UserError(
             f"{config.out}: the harvest may need {_size(total - written)}, only {_size(free)} are free on this disk"

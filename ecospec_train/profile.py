@@ -16,20 +16,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
 from torch import Tensor
 
-from ecospec_runtime.config import Config, PoolConfig
-from ecospec_runtime.console import MOST_THREADS, check_writable, note, write_json
+from ecospec_runtime.config import PoolConfig
+from ecospec_runtime.console import check_writable, note, write_json
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.drafters import Drafter, load_drafter
-from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import device_slug, versions
 from ecospec_runtime.mxfp4 import dtype_name
 from ecospec_runtime.placement import agreed
@@ -53,14 +50,13 @@ from ecospec_train.passes import (
     union_of,
 )
 from ecospec_train.quiet import OtherLoad, is_busy, wait_until_quiet
+from ecospec_train.settings import MIN_ROUNDS, ProfileConfig
 from ecospec_train.steps import Steps
 
 T = TypeVar("T")
-Count = Annotated[int, Field(ge=1)]
 
 BAD_FIT = 0.05  # held-out relative error above which the profile is not to be trusted
 UNSTEADY = 0.10  # relative interquartile range of repeats that says the machine is busy
-MIN_ROUNDS = 3
 WARM_UP = 3
 TEXT = 8192  # tokens to draw rows from
 POPULAR = 512  # tokens of it whose routing says which experts are hot, and so often still in a cache
@@ -74,36 +70,6 @@ DRAFTED: dict[str, dict[str, int]] = {
     "full": {},
 }  # pools that are timed
 CATCH_UP = 2  # rows the drafter is given per step: about what a step emits
-
-
-class ProfileConfig(Config):
-    """Settings of `profile`."""
-
-    target: str
-    drafter: str
-    out: Path
-    predictor: Path | None = None  # to time prediction too; without one it counts as free
-    dtype: str = "auto"
-    device: str = "auto"  # cuda where there is one
-    device_map: str | dict[str, int | str] | None = None  # instead of a device; as --device-map
-    tp: int = Field(default=1, ge=1)  # processes of a torchrun that share the target
-    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)  # None: as the process is set
-    pool: PoolConfig = PoolConfig()
-    # Rows of the timed passes: where speculation pays. 1 is a plain step.
-    tokens: tuple[Count, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-    contexts: tuple[Count, ...] = Field(default=(48, 160, 384), min_length=1)  # cached tokens before them
-    repeats: int = Field(default=9, ge=MIN_ROUNDS)
-    max_seconds: float = Field(default=90.0, gt=0)  # timed passes stop then, after at least three rounds
-    allow_busy: bool = False  # measure though other processes use the machine; the profile says so
-    seed: int = Field(default=0, ge=0, lt=2**32)
-
-    @model_validator(mode="after")
-    def _plain_and_more(self) -> Self:
-        if 1 not in self.tokens or len(set(self.tokens)) < 2:
-            raise UserError(
-                f"ProfileConfig: 'tokens' = {self.tokens}: give 1, a plain step, and at least one other number"
-            )
-        return self
 
 
 @dataclass

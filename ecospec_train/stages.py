@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecospec_runtime.console import leads
+from ecospec_train import settings
 from ecospec_train.tracking import lightning_logger, track
 
 if TYPE_CHECKING:
     from ecospec_runtime.config import Config
-    from ecospec_train.export import ExportConfig
-    from ecospec_train.fit import FitConfig
-    from ecospec_train.harvest import HarvestConfig
-    from ecospec_train.profile import ProfileConfig
-    from ecospec_train.tune import TuneConfig
+    from ecospec_train.settings import ExportConfig, FitConfig, HarvestConfig, ProfileConfig, TuneConfig
 
 
 def run_harvest(config: HarvestConfig) -> Any:
@@ -103,11 +100,8 @@ def run_export(config: ExportConfig) -> Any:
 
 
 def config_class(stage: str) -> type[Config]:
-    """The configuration class of a stage, imported on demand."""
-    from importlib import import_module
-
-    module = import_module(f"ecospec_train.{stage}")
-    found: type[Config] = getattr(module, f"{stage.capitalize()}Config")
+    """The configuration class of a stage."""
+    found: type[Config] = getattr(settings, f"{stage.capitalize()}Config")
     return found
 
 

@@ -21,17 +21,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import optuna
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
-from pydantic import Field, field_validator
 
 from ecospec_runtime.bundle import file_sha256
-from ecospec_runtime.config import Config, read_model
+from ecospec_runtime.config import read_model
 from ecospec_runtime.console import leads, note, write_json
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
@@ -43,6 +42,7 @@ from ecospec_train.pareto import PLOT, plot_front
 from ecospec_train.replay import ReplayRows, replay, replay_at_best_price
 from ecospec_train.replay_rows import PromptRows, check_lineage
 from ecospec_train.search_space import Space, suggest, yardsticks
+from ecospec_train.settings import TuneConfig
 from ecospec_train.steps import Steps
 from ecospec_train.storage import MEMORY, default_storage, open_storage, shown
 from ecospec_train.traces import Traces
@@ -53,34 +53,6 @@ SEED_STEP = 1_000_003  # between the trials' seeds of one `seed` and those of th
 FIRST_PART = 0.25  # of the positions, after which a trial may be pruned
 
 OnTrial = Callable[[int, float, dict[str, Any]], None]  # number, tokens per ms, the replay's result
-
-
-class TuneConfig(Config):
-    """Settings of `tune`."""
-
-    traces: Path
-    predictor: tuple[Path, ...] = Field(min_length=1)  # several are variants, of which the best is taken
-    profile: Path
-    out: Path
-    trials: int = Field(default=80, ge=1)  # in all: those of other workers and of earlier runs included
-    objectives: Literal["rate", "pareto"] = "rate"  # tokens per ms; or accepted length against experts read
-    prune: bool = True  # with one objective, leave sampled trials that begin worse than half of the others
-    storage: str | None = None  # see `storage.FORMS`; None: SQLite in `out`
-    workers: int = Field(default=1, ge=1, le=256)  # processes of this run; other runs may share the storage
-    positions: int = Field(default=2000, ge=1)  # most positions to tune on, and to confirm on
-    confirm: float = Field(default=0.4, gt=0, lt=1)  # share of the prompts that is set aside for confirming
-    margin: float = Field(default=0.02, ge=0)  # gain over `off` up to which it counts as noise
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    confirm_live: int = Field(default=0, ge=0, le=16)  # so many of the best are decoded with before one is chosen
-    target: str | None = None  # this and the next three: for `confirm_live` only
-    drafter: str | None = None
-    prompts: str | None = None  # those of the harvest, of which held-out ones are taken, or others
-    live_prompts: int = Field(default=16, ge=2)  # at most so many
-
-    @field_validator("predictor", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str | Path) else value
 
 
 @dataclass(frozen=True)

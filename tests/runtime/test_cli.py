@@ -131,10 +131,10 @@ def test_damaged_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "no prompt": (("generate",), "--prompt"),
     "two prompts": (("generate", "--prompt", "a", "--prompts", "b"), "either --prompt"),
-    "no tokens": (("generate", "--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens"),
-    "cold": (("generate", "--prompt", "a", "--temperature", "-1"), "temperature"),
-    "top-p": (("generate", "--prompt", "a", "--top-p", "1.5"), "top_p"),
-    "empty stop": (("generate", "--prompt", "a", "--stop", ""), "stop_strings"),
+    "no tokens": (("generate", "--prompt", "a", "--max-new-tokens", "0"), "error: --max-new-tokens = 0: "),
+    "cold": (("generate", "--prompt", "a", "--temperature", "-1"), "error: --temperature = -1.0: "),
+    "top-p": (("generate", "--prompt", "a", "--top-p", "1.5"), "error: --top-p = 1.5: "),
+    "empty stop": (("generate", "--prompt", "a", "--stop", ""), "error: --stop holds an empty string"),
     "dtype": (("generate", "--prompt", "a", "--dtype", "int3"), "int3"),
     "policy": (("generate", "--prompt", "a", "--policy", "magic"), "'magic' is unknown"),
     "parameter": (("generate", "--prompt", "a", "--policy", "ratio:speed=3"), "'speed'"),
@@ -142,6 +142,8 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "meta device": (("generate", "--prompt", "a", "--device", "meta"), "device 'meta' cannot be used here"),
     "half a pair": (("generate", "--prompt", "a\ud800"), "not valid text at character 2"),
     "missing prompts": (("generate", "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
+    "missing folder": (("generate", "--prompts", "nowhere"), "nowhere: no such prompt file"),
+    "bench cold": (("bench", "--prompts", "GOOD", "--temperature", "nan"), "error: --temperature = nan: "),
     "empty prompts": (("generate", "--prompts", "EMPTY"), "empty.jsonl: no usable prompt"),
     "malformed prompts": (("generate", "--prompts", "BROKEN"), "broken.jsonl, line 3"),
     "bench prompts": (("bench", "--prompts", "BROKEN"), "broken.jsonl, line 3"),
@@ -162,6 +164,15 @@ def test_a_mistake_is_one_line(name: str, tiny_bundle: Path, tmp_path: Path) -> 
     for word, file in places.items():
         arguments = tuple(a.replace(word, str(tmp_path / file)) if a.startswith(word) else a for a in arguments)
     assert expected in mistake(run(arguments[0], "--bundle", tiny_bundle, *arguments[1:]))
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_the_bundle_is_looked_for_first(command: str) -> None:
+    assert "nowhere: no such bundle" in mistake(run(command, "--bundle", "nowhere", "--prompts", "owner/prompts"))
+
+
+def test_version() -> None:
+    assert run("--version").stdout == "ecospec 0.1.0\n"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from operator import or_
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +39,16 @@ SPECS = parse_policies(
     "prefix,prefix:overlap=1,prefix:budget=2,utility,utility:budget=3,"
     "throughput,throughput:price=0,throughput:price=3,budget=2,throughput:capacity=3,penalty=5,throughput:budget=1"
 )
+
+
+def test_the_page_on_the_method_explains_every_parameter() -> None:
+    page = (Path(__file__).parents[2] / "docs/method.md").read_text()
+    rows = [line.split(" | ") for line in page.partition("| parameter |")[2].splitlines() if line.startswith("| `")]
+    for name, policy in POLICIES.items():
+        for parameter, field in policy.model_fields.items():
+            _, whose, default, _ = next(row for row in rows if f"`{parameter}`" in row[0])
+            assert f"`{name}`" in whose or whose == "all but `off`"
+            assert ("none" if field.default is None else f"{field.default:g}") in default
 
 
 @settings(max_examples=200, deadline=None)

@@ -25,8 +25,9 @@ from ecospec_runtime.sampling import Sampler
 from ecospec_runtime.target import Target
 from ecospec_runtime.verify import tree_mask
 from ecospec_train import harvest as harvest_module
-from ecospec_train.harvest import HarvestConfig, harvest, parse_size
+from ecospec_train.harvest import HarvestConfig, harvest
 from ecospec_train.recording import Recorder, follow_target
+from ecospec_train.settings import parse_size
 from ecospec_train.traces import Traces, TraceShard
 
 POOL = PoolConfig(depth=3, beam=2, width=4)
@@ -337,7 +338,7 @@ def test_harvest_larger_than_max_disk_is_refused_before_it_starts(
     with pytest.raises(UserError, match=r"--max-disk: the harvest may need .* more than 50 kB; raise it, or lower"):
         harvest(HarvestConfig(out=tmp_path / "t", **options, max_disk="50KB"))
     assert "at most 70 positions x" in capsys.readouterr().out
-    assert not list((tmp_path / "t").iterdir())
+    assert not (tmp_path / "t").exists()
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(UserError, match="only 1 kB are free on this disk"):
         harvest(HarvestConfig(out=tmp_path / "t", **options))
@@ -365,6 +366,12 @@ def _foreign_folder(path: Path) -> dict[str, Any]:
     return {"out": path / "t", "resume": True}
 
 
+def _predictor_folder(path: Path) -> dict[str, Any]:
+    (path / "t").mkdir()
+    (path / "t" / "manifest.json").write_text('{"schema_version": 1}')
+    return {"out": path / "t"}
+
+
 def _file_as_folder(path: Path) -> dict[str, Any]:
     (path / "t").write_text("x")
     return {"out": path / "t"}
@@ -379,6 +386,9 @@ def _malformed(path: Path) -> dict[str, Any]:
     ("change", "message"),
     [
         (_foreign_folder, "holds no harvest to resume"),
+        (lambda path: _foreign_folder(path) | {"resume": False}, "holds no harvest to resume.*choose another --out$"),
+        (_predictor_folder, "holds no harvest to resume"),
+        (lambda path: {"target": str(path / "nowhere")}, "nowhere: no such folder"),
         (_file_as_folder, "not a folder to write to"),
         (_malformed, "p.jsonl, line 2: not valid JSON"),
         (lambda path: {"prompts": str(path / "none.jsonl")}, "no such prompt file"),
@@ -389,5 +399,6 @@ def _malformed(path: Path) -> dict[str, Any]:
 )
 def test_mistakes_are_one_clear_line(options: dict[str, Any], tmp_path: Path, change: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        harvest(HarvestConfig(**{"out": tmp_path / "out", **options, **change(tmp_path)}))
+        harvest(HarvestConfig(**{"out": tmp_path / "new/out", **options, **change(tmp_path)}))
     assert "\n" not in str(caught.value)
+    assert not (tmp_path / "new").exists()

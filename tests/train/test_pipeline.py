@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from ecospec_runtime.bundle import file_sha256, load_bundle
+from ecospec_runtime.console import option_name
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.errors import UserError
 from ecospec_train import stages, tracking
 from ecospec_train.cli import app
 from ecospec_train.export import ExportConfig, export
 from ecospec_train.pipeline import load_pipeline, run_pipeline
+from ecospec_train.stages import config_class
 from ecospec_train.traces import Traces
 from tests.bundles import this_slug, tiny_profile, write_policy, write_predictor
 
@@ -334,26 +337,42 @@ def run(*arguments: Any) -> Result:
         (("fit", "--traces", "t", "--out", "o", "--set", "speed=3"), "'speed' is not supported"),
         (("fit", "--traces", "t", "--out", "o", "--set", "speed"), "not key=value"),
         (("harvest", "--target", "./x", "--drafter", "d", "--prompts", "p", "--out", "o", "--pool-size", "7"), "multiple"),
-        (("harvest", "--target", "./x", "--drafter", "d", "--prompts", "p", "--out", "o"), "target ./x: no such"),
+        (("harvest", "--target", "./x", "--drafter", "d", "--prompts", "p.jsonl", "--out", "o"), "target ./x: no such"),
+        (("harvest", "--target", "x/y", "--drafter", "d", "--prompts", "p", "--out", "o"), "p: no such prompt file"),
         (("harvest", "--target", "x", "--drafter", "d", "--prompts", "p", "--out", "o", "--max-disk", "9 apples"), "9 apples"),
         (("profile", "--target", "./x", "--drafter", "d", "--out", "."), "is a folder"),
         (("tune", "--traces", "t", "--predictor", "p", "--profile", "nowhere.json", "--out", "o"), "nowhere.json"),
         (("tune", "--traces", "t", "--predictor", "p", "--profile", "f", "--out", "o", "--confirm-live", "2"), "give --target"),
         (("export", "--predictor", "nowhere", "--policy", "p", "--out", "o"), "nowhere"),
         (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
-        (("fit", "--traces", "t", "--out", "o", "--set", "seed=-1"), "'seed'"),
-        (("fit", "--traces", "t", "--out", "o", "--set", "width=10000000"), "'width'"),
+        (("fit", "--traces", "t", "--out", "o", "--set", "seed=-1"), "error: --seed = -1: "),
+        (("fit", "--traces", "t", "--out", "o", "--width", "10000000"), "error: --width = 10000000: "),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(arguments: tuple[str, ...], expected: str, tmp_path: Path,
                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"text": "a"}\n')
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, result.stderr
     assert expected in lines[0]
-    assert not (tmp_path / "mlruns").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"], "a mistake leaves nothing behind"
+
+
+@pytest.mark.parametrize("stage", ["harvest", "fit", "profile", "tune"])
+def test_help_shows_the_defaults_that_the_settings_have(stage: str) -> None:
+    shown, settings = " ".join(run(stage, "--help").stdout.split()), config_class(stage)
+    for key, field in settings.model_fields.items():
+        name = f" {option_name(key)} <"
+        if name in shown and isinstance(field.default, int | float | str):
+            value = "20GB" if key == "max_disk" else field.default
+            assert re.search(rf"\[default: {value}[];]", re.split(" --[a-z-]+ ", shown.partition(name)[2])[0]), key
+
+
+def test_version() -> None:
+    assert run("--version").stdout == "ecospec 0.1.0\n"
 
 
 def refused(result: Result, *words: str) -> None:
@@ -396,8 +415,9 @@ def test_no_room_and_no_permission_stop_harvest(
         finished / "prompts.jsonl",
     )
     refused(run(*flags, "--out", "small", "--max-disk", "1KB"), "--max-disk")
+    (tmp_path / "locked").mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("locked"))
-    refused(run(*flags, "--out", "locked"), "locked", "no permission")
+    refused(run(*flags, "--out", "locked/traces"), "locked", "no permission")
 
 
 def test_an_unknown_key_of_a_pipeline_stops_run(

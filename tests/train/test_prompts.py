@@ -105,8 +105,9 @@ def test_mistakes_name_file_and_line(tmp_path: Path, content: bytes, message: st
 def test_missing_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
-    with pytest.raises(UserError, match="no such prompt file"):
-        read_prompts(tmp_path / "nothing.jsonl")
+    for nowhere in (tmp_path / "nothing.jsonl", "nothing", "a/b/c", "./b", "~/b"):
+        with pytest.raises(UserError, match="no such prompt file"):
+            read_prompts(nowhere)
     with pytest.raises(UserError, match="no Parquet file"):
         read_prompts(tmp_path / "empty")
     with pytest.raises(UserError, match="cannot be read as Parquet"):
