@@ -19,20 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from ecospec_kernels.predict_pool.reference import scalars_of
 from ecospec_runtime.config import read_model
 from ecospec_runtime.pool import Floats, Ints, Pool
 
 AcceptanceKind = Literal["raw", "temperature", "logistic", "head"]
 KINDS: tuple[AcceptanceKind, ...] = get_args(AcceptanceKind)
 TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.25)
-LOG_P_FLOOR = -20.0  # nats; a drafter may report -inf for a token it rules out
 PROBABILITY_FLOOR = 1e-6
 LOGIT_BOUND = 30.0  # exp() of it is exact enough in float64 and far from overflow
 FILE = "acceptance.json"
 
 
 class LogisticWeights(BaseModel):
-    """Logit of acceptance = bias + log_p * x0 + rank * x1 + depth * x2 + entropy * x3, over `node_scalars`."""
+    """Logit of acceptance = bias + log_p * x0 + rank * x1 + depth * x2 + entropy * x3, over `scalars_of`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -43,7 +43,7 @@ class LogisticWeights(BaseModel):
     bias: float = 0.0
 
     def vector(self) -> NDArray[np.float32]:
-        """The four weights in the order of `node_scalars`."""
+        """The four weights in the order of `scalars_of`."""
         return np.array([self.log_p, self.rank, self.depth, self.entropy], np.float32)
 
 
@@ -62,29 +62,6 @@ class AcceptanceModel(BaseModel):
     def load(cls, folder: Path) -> AcceptanceModel:
         """Read `acceptance.json` of a predictor folder; UserError if it is missing or malformed."""
         return read_model(Path(folder) / FILE, cls, "run `ecospec-train fit` again")
-
-
-def node_scalars(pool: Pool) -> Floats:
-    """Scalars of root and nodes `[1 + n, 4]`: log_prob, rank, depth, entropy of the proposing state; the root's first.
-
-    Non-finite values become finite: log p is floored at `LOG_P_FLOOR`, an unknown entropy is 0.
-    """
-    n = len(pool)
-    out = np.zeros((n + 1, 4), np.float32)
-    out[1:, 0] = pool.log_probs
-    out[1:, 1] = pool.ranks
-    out[1:, 2] = pool.depths
-    out[0, 3] = pool.entropies[0] if len(pool.entropies) else 0.0
-    out[1:, 3] = pool.entropies[pool.state_rows]
-    return clean_scalars(out)
-
-
-def clean_scalars(scalars_n4: Floats) -> Floats:
-    """Make scalars finite, in place: see `node_scalars`."""
-    if not np.isfinite(scalars_n4).all():
-        np.nan_to_num(scalars_n4, copy=False, nan=0.0, posinf=0.0, neginf=LOG_P_FLOOR)
-    np.maximum(scalars_n4[:, 0], LOG_P_FLOOR, out=scalars_n4[:, 0])
-    return scalars_n4
 
 
 def raw(log_probs: Floats) -> Floats:
@@ -131,7 +108,7 @@ def acceptance(
         estimate = sibling_softmax(np.where(np.isfinite(logits), logits, np.nan), pool.parents)
     elif kind == "logistic":
         assert model is not None
-        logits = logistic_logits(node_scalars(pool)[1:], model.logistic)
+        logits = logistic_logits(scalars_of(pool)[1:], model.logistic)
         estimate = sibling_softmax(logits, pool.parents)
     else:
         assert model is not None

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from ecospec_runtime.acceptance import AcceptanceKind, AcceptanceModel
+from ecospec_runtime.acceptance import AcceptanceKind
 from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import device_slug, other_versions
 from ecospec_runtime.policies import PolicySpec, build_policy
 from ecospec_runtime.pool import Features
-from ecospec_runtime.predictor import ONNX_FILE, Predictor, PredictorManifest, check_interface, open_session
+from ecospec_runtime.predictor import Predictor, PredictorManifest
 
 if TYPE_CHECKING:
     from ecospec_runtime.drafters.base import Drafter
@@ -144,11 +144,7 @@ class Bundle:
 
     def predictor(self, threads: int | None = None) -> Predictor:
         """Open `predictor.onnx` with its acceptance models; `threads` defaults to torch's. Raises UserError."""
-        import torch
-
-        session = open_session(self.folder / ONNX_FILE, threads or torch.get_num_threads())
-        check_interface(self.folder / ONNX_FILE, session, self.manifest.predictor.shapes)
-        return Predictor(session, self.manifest.predictor, AcceptanceModel.load(self.folder))
+        return Predictor.open(self.folder, self.manifest.predictor, threads)
 
     def tuned_threads(self, device: str, dtype: str) -> list[int]:
         """The thread counts, ascending, for which there are policies of a device and dtype."""

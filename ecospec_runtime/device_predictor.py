@@ -20,16 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ecospec_kernels import dispatch
-from ecospec_runtime.acceptance import LOG_P_FLOOR
+from ecospec_kernels.predict_pool.reference import LOG_P_FLOOR, SCALAR_UNIT, recorded
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.predictor import SCALARS, WEIGHTS_FILE, PredictorManifest, PredictorShapes, recorded, same_drafter
+from ecospec_runtime.predictor import SCALARS, WEIGHTS_FILE, PredictorManifest, PredictorShapes, same_drafter
 
 if TYPE_CHECKING:
     from ecospec_runtime.drafters.base import Drafter
     from ecospec_runtime.drafters.eagle3_device import Drafted
     from ecospec_runtime.target import Target
-
-SCALAR_UNIT = 4.0  # divisor that brings log p, rank, depth and entropy near unit size
 
 
 class RoutingNetwork(nn.Module):
@@ -97,7 +95,7 @@ class DevicePredictor:
 
 
 def scalars(tree: Drafted) -> Tensor:
-    """`acceptance.node_scalars` on the device."""
+    """`scalars_of` on the device."""
     log_p, rank, depth = (F.pad(column.float(), (1, 0)) for column in (tree.log_probs, tree.ranks, tree.depths))
     entropy = tree.entropies[F.pad(tree.state_rows, (1, 0))]
     finite = [x.nan_to_num(0.0, 0.0, LOG_P_FLOOR) for x in (log_p, rank, depth, entropy)]

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ecospec_kernels.predict_pool.reference import SCALAR_UNIT
 from ecospec_runtime.acceptance import LOGIT_BOUND, LogisticWeights
-from ecospec_runtime.device_predictor import SCALAR_UNIT, RoutingNetwork
+from ecospec_runtime.device_predictor import RoutingNetwork
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import SCALARS, PredictorShapes
 from ecospec_train.predictor_data import Batch

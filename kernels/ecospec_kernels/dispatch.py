@@ -357,6 +357,16 @@ def noise(seed: int, position: int, count: int, temperature: float) -> Any:
     return _module("draw_rows", "cpu" if ENABLED else "reference").noise(seed, position, count, temperature)
 
 
+def predict_pool(w: Any, embedding_NH: Any, tree: Any, shrinkage: float) -> Any:
+    """What the predictor says of a candidate tree, arrays of numpy; see `predict_pool/reference.py`."""
+    return _choose("predict_pool", ENABLED and w.fits).predict_pool(w, embedding_NH, tree, shrinkage)
+
+
+def top_experts(routing_NLE: Any, top_k: int) -> Any:
+    """The likeliest experts of every row and layer as bits; see `predict_pool/reference.py`. Not a call that is counted."""
+    return _module("predict_pool", "cpu" if ENABLED else "reference").top_experts(routing_NLE, top_k)
+
+
 def draw_rows(logits_RV: Tensor, positions_R: Tensor, seed: Tensor, temperature: Tensor) -> Tensor:
     """Keyed Gumbel draw of each row -> [R] int64; see `draw_rows/reference.py`."""
     arguments = logits_RV, positions_R, seed, temperature

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from ecospec_kernels import dispatch
 from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Candidates, Pool, pack_masks
@@ -21,7 +24,7 @@ from ecospec_train.fit import write_folder
 from ecospec_train.predictor_export import check_export, export_network
 from ecospec_train.predictor_model import PredictorNetwork
 
-LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, NODES = 3, 12, 2, 8, 6, 5
+LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, NODES = 3, 12, 2, 8, 10, 5
 SHAPES = PredictorShapes(hidden=HIDDEN, state=WIDTH, layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
 MODEL = AcceptanceModel(best="head", temperature=0.5, logistic=LogisticWeights())
 MANIFEST = PredictorManifest(
@@ -115,6 +118,25 @@ def test_the_network_reads_what_traces_hold(folder: Path) -> None:
     expected = predictor.predict(recorded, embed)
     for found, wanted in zip(predictor.predict(live, lambda tokens: embed(tokens) * 1.0001), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_the_kernel_says_what_the_onnx_file_says(folder: Path, tmp_path: Path) -> None:
+    """And does not run where the safetensors are missing or hold something else: the ONNX file is what was exported."""
+    pytest.importorskip("numba")
+    predictor = Predictor.from_folder(folder)
+    predictor.manifest.shrinkage = 0.25
+    dispatch.CALLS.clear()
+    found = predictor.predict(pool(), embed)
+    assert dispatch.CALLS == {("predict_pool", "cpu"): 1}
+    predictor.weights = None
+    for ours, theirs in zip(found, predictor.predict(pool(), embed), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    weights = load_file(copy / "predictor.safetensors")
+    save_file({**weights, "routing.bias": weights["routing.bias"] + 0.1}, copy / "predictor.safetensors")
+    assert Predictor.from_folder(copy).weights is None
+    (copy / "predictor.safetensors").unlink()
+    assert Predictor.from_folder(copy).weights is None
 
 
 def test_shrinkage_adds_a_share_of_what_root_and_first_node_agree_on(folder: Path) -> None:

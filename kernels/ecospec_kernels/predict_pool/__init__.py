@@ -1,0 +1,1 @@
+"""The op `predict_pool`; call it through `ecospec_kernels.dispatch`."""

@@ -1,0 +1,141 @@
+"""`predict_pool`: the trained predictor on a candidate tree: routing logits of root and nodes, and acceptance logits.
+
+Row 0 is the root, the nodes follow. A row reads its token's embedding, that of its parent's token (zeros for the root), the
+state that proposed it, and four scalars: log p, rank, depth and the entropy there. Embeddings and states are rounded to
+float16, which is what the network was fitted on; each is normalised by its mean and variance, the scalars are divided by
+SCALAR_UNIT. Then a two-layer trunk with a linear path around it and a linear routing head, to whose logits `shrinkage` times
+the mean of the first two rows' is added where that is finite; and a small head for acceptance.
+
+Numpy in and out: it runs on the host, between two passes. Legend of shapes: N rows, n = N - 1 nodes, s states, H target width, d width
+of a state, L MoE layers, E experts, O = L * E.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+Floats = NDArray[np.float32]
+SCALAR_UNIT = 4.0  # divisor that brings log p, rank, depth and entropy near unit size
+LOG_P_FLOOR = -20.0  # nats; a drafter may report -inf for a token it rules out
+HALF_MAX = float(torch.finfo(torch.float16).max)
+EPSILON = 1e-5  # of the normalisation
+# Matrices [outputs, inputs] and biases of the layers that `Weights` holds, under the names of `predictor.safetensors`.
+LAYERS = (
+    "inputs", "middle", "routing",
+    *(f"acceptance.{name}" for name in ("token", "state", "hidden", "linear", "correction")),
+)  # fmt: skip
+
+
+class Weights:
+    """The fitted network, fp32: a matrix and a bias for each of LAYERS."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        """From a state dict; KeyError if a layer is missing."""
+        self.matrices, self.biases = (
+            [tensors[f"{layer}.{part}"].detach().float().contiguous() for layer in LAYERS]
+            for part in ("weight", "bias")
+        )
+        self.places = np.array([t.data_ptr() for t in (*self.matrices, *self.biases)], np.int64)
+        trunk, mixed, inner = (len(self.biases[i]) for i in (0, 3, 5))
+        self.widths = trunk, mixed, inner
+        # Whether the CPU kernel takes it: only the last two layers have fewer than 8 inputs or outputs.
+        self.fits = all(m.is_cpu and min(m.shape) >= 8 for m in self.matrices[:6])
+
+
+class Tree(Protocol):
+    """What the network reads of a candidate tree, such as `ecospec_runtime.pool.Pool`."""
+
+    @property
+    def parents(self) -> NDArray[np.int64]:
+        """[n], -1 for a child of the root."""
+
+    @property
+    def state_rows(self) -> NDArray[np.int64]:
+        """[n], the state that proposed the node."""
+
+    @property
+    def log_probs(self) -> NDArray[np.float32]:
+        """[n]"""
+
+    @property
+    def ranks(self) -> NDArray[np.int64]:
+        """[n]"""
+
+    @property
+    def depths(self) -> NDArray[np.int64]:
+        """[n]"""
+
+    @property
+    def states(self) -> NDArray[np.float32]:
+        """[s, d], row 0 before the root; or [1, d], which all rows share."""
+
+    @property
+    def entropies(self) -> NDArray[np.float32]:
+        """[s]"""
+
+
+def recorded(values: Tensor) -> Tensor:
+    """Values as traces hold them, rounded to float16: float32."""
+    return values.float().clamp(-HALF_MAX, HALF_MAX).half().float()
+
+
+def scalars_of(tree: Tree) -> Floats:
+    """log p, rank, depth and entropy of every row [N, 4]; what is not finite becomes 0, or LOG_P_FLOOR."""
+    n = len(tree.parents)
+    out = np.zeros((n + 1, 4), np.float32)
+    out[1:, 0], out[1:, 1], out[1:, 2] = tree.log_probs, tree.ranks, tree.depths
+    out[0, 3] = tree.entropies[0] if len(tree.entropies) else 0.0
+    out[1:, 3] = tree.entropies[tree.state_rows]
+    return clean_scalars(out)
+
+
+def clean_scalars(scalars_N4: Floats) -> Floats:
+    """Make scalars finite, in place: see `scalars_of`."""
+    if not np.isfinite(scalars_N4).all():
+        np.nan_to_num(scalars_N4, copy=False, nan=0.0, posinf=0.0, neginf=LOG_P_FLOOR)
+    np.maximum(scalars_N4[:, 0], LOG_P_FLOOR, out=scalars_N4[:, 0])
+    return scalars_N4
+
+
+@torch.no_grad()
+def predict_pool(w: Weights, embedding_NH: Floats, tree: Tree, shrinkage: float) -> tuple[Floats, Floats]:
+    """-> routing logits `[N, O]` and acceptance logits `[N]`, fp32."""
+
+    def layer(number: int, x: Tensor) -> Tensor:
+        return F.linear(x, w.matrices[number], w.biases[number])
+
+    embedding, states = (recorded(torch.from_numpy(x)) for x in (embedding_NH, tree.states))
+    parent = torch.cat([torch.zeros_like(embedding[:1]), embedding[torch.from_numpy(tree.parents) + 1]])
+    rows = torch.from_numpy(np.concatenate(([0], tree.state_rows)))
+    state = states[rows if len(states) > 1 else torch.zeros_like(rows)]
+    embedding, parent, state = (F.layer_norm(x, x.shape[-1:], eps=EPSILON) for x in (embedding, parent, state))
+    scalars = torch.from_numpy(scalars_of(tree)) / SCALAR_UNIT
+    x = layer(0, torch.cat([embedding, parent, state, scalars], -1))
+    routing = layer(2, x + F.silu(layer(1, F.silu(x))))
+    if shrinkage > 0 and (mean := routing[:2].mean(0)).isfinite().all():
+        routing = routing + shrinkage * mean
+    mixed = F.silu(layer(3, embedding) + layer(4, state))
+    hidden = F.silu(layer(5, torch.cat([mixed, scalars], -1)))
+    return routing.numpy(), (layer(6, scalars) + layer(7, hidden)).squeeze(-1).numpy()
+
+
+def top_experts(routing_NLE: Floats, top_k: int) -> NDArray[np.uint8]:
+    """The `top_k` likeliest experts of every row and layer as one set of bits per row, `[N, ceil(L * E / 8)]`.
+
+    Bit layer * experts + expert, low bits first; of equal logits the lower expert. A row and layer with a logit that is not
+    finite is unknown: it gets the experts row * top_k ... row * top_k + top_k - 1, wrapping around, so that an unknown node
+    costs what a node without shared experts costs.
+    """
+    rows, _, experts = routing_NLE.shape
+    distance = (np.arange(experts) - np.arange(rows)[:, None] * top_k) % experts
+    known = np.isfinite(routing_NLE).all(-1, keepdims=True)
+    chosen = np.argsort(np.where(known, -routing_NLE, distance[:, None]), axis=-1, kind="stable")[..., :top_k]
+    bits = np.zeros(routing_NLE.shape, np.uint8)
+    np.put_along_axis(bits, chosen, 1, axis=-1)
+    return np.packbits(bits.reshape(rows, -1), axis=1, bitorder="little")
