@@ -24,7 +24,7 @@ from ecospec_kernels.latent_attention.reference import latent_attention, latent_
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """Weights of the layer: norms and router float32, other matrices of one dtype."""
+    """Weights of the layer: norms and router float32, other matrices of one dtype. ValueError if shapes do not fit together."""
 
     embedding_norm: Tensor  # [H]
     hidden_norm: Tensor  # [H]
@@ -53,6 +53,14 @@ class MtpWeights:
     latent_eps: float  # of the norms of queries and latents
     rule: Rule
 
+    def __post_init__(self) -> None:
+        if (self.q_norm is None) != (self.q_down is None):
+            raise ValueError("mtp_layer: q_down and q_norm are given together or not at all")
+        for name, shape in _shapes(self).items():
+            weight = getattr(self, name)
+            if weight is not None and weight.shape != shape:
+                raise ValueError(f"mtp_layer: {name} has shape {list(weight.shape)}, not {list(shape)}")
+
 
 def _shapes(w: MtpWeights) -> dict[str, tuple[int, ...]]:
     """What shape each weight has beside the others."""
@@ -78,12 +86,6 @@ def invalid(
     problem = not_tensors(given)
     if problem is not None:
         return problem
-    if (w.q_norm is None) != (w.q_down is None):
-        return "q_down and q_norm are given together or not at all"
-    for name, shape in _shapes(w).items():
-        weight = getattr(w, name)
-        if weight is not None and weight.shape != shape:
-            return f"{name} has shape {list(weight.shape)}, not {list(shape)}"
     n, cached = (t.shape[0] if t.dim() else 0 for t in (embed_nH, latent_JL))
     if not 0 < n <= cached:
         return f"{n} rows and {cached} cached rows, which end with them: 1 or more are wanted, and at least as many"
