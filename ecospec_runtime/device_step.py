@@ -22,6 +22,7 @@ step may look at, L MoE layers, W int32 words of a set of experts, F width of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -96,9 +97,10 @@ class GivenPool:
             raise ValueError(f"a pool of {nodes} nodes does not fit {room}")
         for name, own, new in zip(DevicePool._fields, self.pool, pool, strict=True):
             shape = own.shape if name == "root_mask" else (nodes, *own.shape[1:])
-            if new.shape != shape or new.dtype is not own.dtype:
+            if new.shape != shape or new.dtype is not own.dtype or new.device != own.device:
                 raise ValueError(
-                    f"{name} of a pool of {nodes} nodes: {list(new.shape)} {new.dtype}, not {list(shape)} {own.dtype}"
+                    f"{name} of a pool of {nodes} nodes: {list(new.shape)} {new.dtype} on {new.device}, not {list(shape)} "
+                    f"{own.dtype} on {own.device}"
                 )
         self.pool.parents.fill_(-2)
         for own, new in zip(self.pool[:4], pool[:4], strict=True):
@@ -119,8 +121,9 @@ class DeviceState:
     def __init__(self, target: Target, read: Prefilled, capacity: int):
         """After a prompt that the target has read. `capacity`: rows of the cache, those of the last pass included.
 
-        ValueError if the prompt, whose last token is the root of the first pass, does not fit.
+        ValueError if the prompt, whose last token is the root of the first pass, does not fit, and for half a row.
         """
+        capacity = whole("a cache", capacity, "rows")
         past, device = len(read.prompt) - 1, target.device
         if capacity < len(read.prompt):
             raise ValueError(f"a prompt of {len(read.prompt)} tokens does not fit {capacity} rows")
@@ -151,6 +154,14 @@ def bucket(rows: int) -> int:
     return found
 
 
+def whole(name: str, number: int, unit: str) -> int:
+    """`number`. ValueError unless it is a whole number: a float would fail within the step."""
+    try:
+        return index(number)
+    except TypeError:
+        raise ValueError(f"{name} of {number} {unit}: a whole number is wanted") from None
+
+
 class DeviceStep:
     """One step over fixed buffers. Every shape follows from the arguments here, none from what the step meets."""
 
@@ -160,16 +171,17 @@ class DeviceStep:
     ):  # fmt: skip
         """`budget`: nodes that may be chosen by `rule` (0: plain decoding); `span`: rows looked at, by default all.
 
-        ValueError for a budget below 0 or without pools and rule, a pass beyond `BUCKETS`, a span that is smaller than a
-        pass or larger than the cache.
+        ValueError for numbers that are not whole, a budget below 0 or without pools and rule, a pass beyond `BUCKETS`, a
+        span that is smaller than a pass or larger than the cache.
         """
+        budget = whole("a budget", budget, "nodes")
         if budget < 0:
             raise ValueError(f"a budget of {budget} nodes: 0 or more are wanted")
         if budget and (pools is None or rule is None):
             raise ValueError(f"a budget of {budget} nodes needs pools to choose from and a rule to choose by")
         self.target, self.state, self.pools, self.rule, self.budget = target, state, pools, rule, budget
         self.rows, self.choose = bucket(1 + budget), choose
-        self.span = state.cache.capacity if span is None else span
+        self.span = state.cache.capacity if span is None else whole("a span", span, "rows")
         if not self.rows <= self.span <= state.cache.capacity:
             raise ValueError(f"a span of {self.span} rows is not within {self.rows} and {state.cache.capacity}")
 

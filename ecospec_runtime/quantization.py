@@ -192,7 +192,7 @@ def dequantized(
 ) -> dict[str, Stored]:
     """The tensors of a checkpoint under their plain names: FP8 and MXFP4 ones are read as `dtype`, others as they are.
 
-    With `keep_mxfp4` blocks and scales keep their names and bytes. `config` is the parsed config.json, `where` begins every message. Raises UserError, naming file and tensor, for scales that are missing or do not fit.
+    With `keep_mxfp4` blocks and scales keep their names and bytes. `config` is the parsed config.json, `where` begins every message. Raises UserError, naming file and tensor, for scales that are missing or do not fit and weights that are stored twice.
     """
     block = _block_size(config, where)
     found: dict[str, Stored] = {}
@@ -202,6 +202,8 @@ def dequantized(
             plain = name.removesuffix("_blocks")
             weight = Mxfp4Weight(tensor, _companion(tensor, plain + _SCALES, tensors, where), dtype)
             weight.check(where)
+            if plain in tensors:
+                raise UserError(f"{where}: {tensors[plain]} and {name} are the same weights, stored twice; {REMEDY}")
             kept = {name: tensor, plain + _SCALES: Mxfp4Scales(**vars(weight.scales))}
             found |= kept if keep_mxfp4 else {plain: weight}
             used |= kept.keys()

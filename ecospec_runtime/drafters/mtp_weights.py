@@ -37,8 +37,17 @@ def direct_weights(layer: Any) -> MtpWeights | None:
         or compute.gate_of(experts) != SWIGLU
     ):
         return None
-    low = attention.q_lora_rank is not None
-    weights = MtpWeights(
+    try:
+        weights = _gathered(layer)
+    except ValueError:  # shapes that the op does not know
+        return None
+    return weights if dispatch.supports_mtp(weights) else None
+
+
+def _gathered(layer: Any) -> MtpWeights:
+    attention, mlp, block = layer.mtp_block.self_attn, layer.mtp_block.mlp, layer.mtp_block
+    experts, shared, low = mlp.experts, mlp.shared_experts, attention.q_lora_rank is not None
+    return MtpWeights(
         embedding_norm=_exact(layer.enorm), hidden_norm=_exact(layer.hnorm), input_norm=_exact(block.input_layernorm),
         post_norm=_exact(block.post_attention_layernorm), output_norm=_exact(layer.post_norm),
         q_norm=_exact(attention.q_a_layernorm) if low else None, latent_norm=_exact(attention.kv_a_layernorm),
@@ -51,7 +60,6 @@ def direct_weights(layer: Any) -> MtpWeights | None:
         eps=layer.enorm.variance_epsilon, latent_eps=attention.kv_a_layernorm.variance_epsilon,
         rule=compute.rule_of(mlp.gate),
     )  # fmt: skip
-    return weights if dispatch.supports_mtp(weights) else None
 
 
 def _exact(module: Any) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def first(*problems: str | None) -> str | None:
     """The first problem, if any."""
     return next((problem for problem in problems if problem), None)
+
+
+def not_tensors(given: Mapping[str, Any]) -> str | None:
+    """Which of these, by name, is no tensor, if any."""
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            return f"{name} is {type(t).__name__}, not a tensor"
+    return None
 
 
 def wrong(

@@ -81,7 +81,8 @@ def _count(op: str, implementation: str) -> None:
 def _fused(op: str, *arguments: Any) -> bool:
     """Whether the Triton kernel of `op` takes these arguments, by its own `unsupported`; the first lies on the device."""
     return (
-        runs_triton(arguments[0])
+        isinstance(arguments[0], Tensor)
+        and runs_triton(arguments[0])
         and not torch.is_grad_enabled()
         and _module(op, "fused").unsupported(*arguments) is None
     )
@@ -139,6 +140,9 @@ def supports_experts(
 
     Plain ones are of one dtype; beside MXFP4 matrices biases of one dtype.
     """
+    given = hidden_ND, index_NK, weight_NK, *(bias for bias in biases if bias is not None)
+    if not all(isinstance(t, Tensor) for t in given):
+        return False
     if isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4):
         parts = *gate_up, *down
         kinds = {bias.dtype for bias in biases if bias is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -344,6 +345,36 @@ def test_mtp_layer(n: int, cached: int, low: bool, dtype: torch.dtype) -> None:
         order = [*range(past), *(past + j for j in range(n) if j != i), past + i]  # its own row last
         alone = op("mtp_layer", "cpu")(weights, *rows, ours[4][order], ours[5][order], ours[6][i : i + 1, order])
         assert_near(alone[0], result[i], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_wrong_calls_of_the_mtp_layer_are_refused(name: str) -> None:
+    """Before the cache is written."""
+    weights, inputs = mtp_case(2, 9, True, FP32)
+    before = [t.clone() for t in inputs]
+    for at, change, message in (
+        (0, lambda t: t[:, :-1], r"embeddings: \[2, 31\] .* not \[2, 32\]"), (0, lambda t: t[:0], "0 rows and 9 cached rows"),
+        (0, lambda t: None, "embeddings is NoneType, not a tensor"), (0, lambda t: t[0, 0], "0 rows and 9"),
+        (1, lambda t: t[:1], r"h: \[1, 32\]"), (1, lambda t: t.double(), "h: .* torch.float64 on cpu, not .* torch.float32"),
+        (2, lambda t: t[:, :9], r"cos: \[2, 9\]"), (3, lambda t: t[:1], r"sin: \[1, 18\]"), (3, lambda t: t.to("meta"), "sin: .* on meta, not"),
+        (4, lambda t: t[:1], "2 rows and 1 cached rows"), (4, lambda t: t[:, 1:], r"latents: \[9, 33\]"),
+        (5, lambda t: t[:8], r"keys: \[8, 18\]"), (5, lambda t: t.bfloat16(), "keys: .*bfloat16"),
+        (6, lambda t: t[:, :8], r"mask: \[2, 8\]"), (6, lambda t: t.float(), "mask: .* not .* torch.bool"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^mtp_layer: {message}"):
+            op("mtp_layer", name)(weights, *inputs[:at], change(inputs[at]), *inputs[at + 1 :])
+    for key, weight, message in (
+        ("q_norm", None, "q_down and q_norm are given together"), ("up", weights.up[1:], r"up has shape \[31, 34\], not \[32, 34\]"),
+        ("latent_norm", weights.latent_norm[1:], "up has shape"), ("shared_down", weights.shared_down.T, "shared_down has shape"),
+        ("router_bias", weights.router_bias[1:], "router_bias has shape"), ("q_down", weights.q_down[:, 1:], "q_down has shape"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^mtp_layer: {message}"):
+            op("mtp_layer", name)(replace(weights, **{key: weight}), *inputs)
+    assert all(map(torch.equal, inputs, before))
+    sparse = inputs[4].T.contiguous().T
+    if name == "cpu":
+        with pytest.raises(ValueError, match="rows of latents and keys must be dense"):
+            op("mtp_layer", name)(weights, *inputs[:4], sparse, *inputs[5:])
 
 
 @pytest.mark.parametrize("noisy", [True, False])

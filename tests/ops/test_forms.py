@@ -227,6 +227,22 @@ def real_experts() -> Iterator[Any]:
             yield expert_call(*sizes, kind=MXFP4, ids=ids)
 
 
+def real_attentions() -> Iterator[Any]:
+    bf16 = torch.bfloat16
+    for model, n, past in product(MODELS, ROWS, (1023, 32768)):
+        q = zeros(n, model.heads, model.width, dtype=bf16).transpose(0, 1)
+        keys = past + n
+        k = zeros(model.groups, 2 * keys, model.width, dtype=bf16)[:, :keys]  # of a cache that has room
+        v = k[..., : model.value_width]
+        v = v if model.width > model.value_width else zeros(*v.shape, dtype=bf16)
+        sinks = zeros(model.heads, dtype=bf16) if model.sinks else None
+        yield q, k, v, None, 1.0, sinks
+        for dtype in (torch.bool, bf16):
+            mask = zeros(n, keys + 5, dtype=dtype)
+            yield q, k, v, mask[:, :keys], 1, sinks
+            yield q, k, v, mask[:, 5:].contiguous(), 1.0, sinks, *([zeros(3)[1:2]] if model.window else [])
+
+
 def real_predictions() -> Iterator[Any]:
     for model, n, output in product(MODELS, (1, 2, 18, 64), ("masks", "probabilities", "logits")):
         shapes = (n, PREDICTOR_WIDTH), (model.layers, model.experts, PREDICTOR_WIDTH), (model.layers, model.experts)
@@ -271,6 +287,7 @@ def real_draws() -> Iterator[Any]:
 
 
 REAL = [
+    (tree_attention, "tree_attention", ["attend", "combine"], real_attentions),
     (expert_mlp, "expert_mlp", ["plan", "gate_up", "down", "combine"], real_experts),
     (expert_predictor, "expert_predictor", ["predict_kernel"], real_predictions),
     (select_nodes, "select_nodes", ["select_kernel"], real_selections),

@@ -110,6 +110,7 @@ def test_chunks_cover_every_key_once() -> None:
     (1, lambda t: t.mT.contiguous().mT, "rows of q, k, v and mask must be dense"),
     (3, lambda t: t.mT.contiguous().mT, "rows of q, k, v and mask must be dense"),
     (3, lambda t: t.float(), "neither bool nor q's"),
+    (3, lambda t: torch.empty_strided(t.shape, (1 << 30, 1), dtype=t.dtype), r"a mask of 2 rows, .* passes 2\^31"),
     (5, lambda t: t.float(), "sinks are torch.float32, not q's"),
 ])  # fmt: skip
 def test_what_the_kernel_alone_refuses(at: int, change: Any, message: str) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 from ecospec_kernels import dispatch
 from ecospec_kernels.expert_mlp import fused, reference
-from ecospec_kernels.expert_mlp.reference import SWIGLU, Gate
+from ecospec_kernels.expert_mlp.reference import SWIGLU, Fp8, Gate, Mxfp4
 
 from .cases import BF16, FP16, FP32, assert_near, random, routing, under_interpreter
 
 pytestmark = under_interpreter
+ARGUMENTS = ("hidden", "index", "weight", "gate_up", "down", "gate", "gate_up_bias", "down_bias")
 GPT_OSS = Gate(True, 1.702, 1.5, 1.0)  # the limit is low enough to bite
 
 
@@ -142,6 +143,10 @@ def test_weights_beyond_two_to_the_31st(dtype: torch.dtype, tmp_path: Path) -> N
     (6, lambda t: t[:-1], r"gate_up_bias has shape \[5, 32\], not \[6, 32\]"),
     (6, lambda t: t.to("meta"), "gate_up_bias is on meta, the first argument on cpu"),
     (7, lambda t: t[0], r"down_bias has shape \[40\], not \[6, 40\]"),
+    *((at, lambda t: None, f"{name} is NoneType, not a") for at, name in enumerate(ARGUMENTS[:6])),
+    *((at, lambda t: [[1.0]], f"{name} is list, not a") for at, name in enumerate(ARGUMENTS)),
+    *((at, lambda t: Fp8(t, None), f"{ARGUMENTS[at]}: scales is NoneType, not a tensor") for at in (3, 4)),
+    *((at, lambda t: Mxfp4([1], t), f"{ARGUMENTS[at]}: values is list, not a tensor") for at in (3, 4)),
     (7, lambda t: t.long(), "down_bias is torch.int64, not float32"),
 ])  # fmt: skip
 @torch.no_grad()

@@ -449,6 +449,9 @@ def test_wrong_sizes_are_refused(qwen: tuple[Target, list[int]]) -> None:
         ("a span of 0 rows is not within 8 and 40", lambda: given(qwen, span=0)),
         ("a span of 41 rows is not within 8 and 40", lambda: given(qwen, span=41)),
         ("a span of 4 rows is not within 8 and 40", lambda: given(qwen, span=4)),
+        (r"a span of 8\.5 rows: a whole number", lambda: given(qwen, span=8.5)),
+        (r"a budget of 1\.5 nodes: a whole number", lambda: given(qwen, budget=1.5)),
+        (r"a cache of 40\.0 rows: a whole number", lambda: DeviceState(target, read_once, 40.0)),
         ("a pool of 10 nodes does not fit 9", lambda: pools.fill(DevicePool(*[torch.zeros(10)] * 5))),
         *((f"a prompt of {PROMPT} tokens does not fit {rows} rows", lambda rows=rows: DeviceState(target, read_once, rows))
           for rows in (PROMPT - 1, PROMPT - 2, 0, -3)),
@@ -463,7 +466,7 @@ def test_wrong_sizes_are_refused(qwen: tuple[Target, list[int]]) -> None:
     ("tokens", lambda t: t[:, None]), ("parents", lambda t: t[:1]), ("parents", lambda t: t.repeat(2)),
     ("parents", lambda t: t.int()), ("reach", lambda t: t[:-1]), ("reach", lambda t: t.double()), ("masks", lambda t: t[:, :1]),
     ("masks", lambda t: t.repeat(1, 1, 2)), ("masks", lambda t: t.long()), ("masks", lambda t: t[:1]),
-    ("root_mask", lambda t: t[:1]), ("root_mask", lambda t: t.long()),
+    ("root_mask", lambda t: t[:1]), ("root_mask", lambda t: t.long()), ("masks", lambda t: t.to("meta")),
 ])  # fmt: skip
 def test_a_pool_whose_parts_do_not_fit_is_not_copied(qwen: tuple[Target, list[int]], name: str, change: Any) -> None:
     target, text = qwen

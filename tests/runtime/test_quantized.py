@@ -120,6 +120,10 @@ def test_faults_of_mxfp4_scales_name_the_tensor(dtype: str, mxfp4: tuple[Path, P
     changes: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
         (lambda t: t.pop(scales), rf"{BLOCKS}_blocks is quantised, and its scales {scales} are missing"),
         (lambda t: t.pop(f"{BLOCKS}_blocks"), rf"{scales} holds scales of weights that are missing"),
+        (
+            lambda t: t.update({BLOCKS: torch.zeros(6, 2)}),
+            rf"{BLOCKS} and {BLOCKS}_blocks are the same weights, stored twice",
+        ),
         (lambda t: t[scales].__setitem__((2, 0, 0), 255), rf"{scales} \[2\] holds the code 255"),
         (lambda t: t.update({scales: t[scales].transpose(1, 2).contiguous()}), rf"{scales} has shape \[6, 3, 64\]"),
         (

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ecospec_kernels.checks import FLOATS, IDS, refuse, wrong
+from ecospec_kernels.checks import FLOATS, IDS, not_tensors, refuse, wrong
 
 GROUP = 32  # MXFP4 numbers that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are their negatives
@@ -48,6 +48,9 @@ class Fp8(NamedTuple):
 
     def invalid(self) -> str | None:
         """What is wrong with dtypes and shapes, if anything."""
+        problem = not_tensors({"values": self.values, "scales": self.scales})
+        if problem:
+            return problem
         if self.values.dim() != 3 or self.values.dtype is not torch.float8_e4m3fn:
             return f"FP8 is float8_e4m3fn [E, R, C], not {self.values.dtype} {list(self.values.shape)}"
         if len(self.block) != 2 or not all(isinstance(size, int) and size > 0 for size in self.block):
@@ -80,6 +83,9 @@ class Mxfp4(NamedTuple):
 
     def invalid(self) -> str | None:
         """What is wrong with dtypes and shapes, if anything."""
+        problem = not_tensors(self._asdict())
+        if problem:
+            return problem
         shape = (*self.values.shape[:3], GROUP // 2)
         if self.values.dim() != 4 or self.values.shape != shape or self.values.dtype is not torch.uint8:
             return f"MXFP4 is uint8 [E, R, C / 32, 16], not {self.values.dtype} {list(self.values.shape)}"
@@ -158,10 +164,20 @@ def invalid(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """What is wrong with the arguments. On a CPU it is asked for every layer of a pass: a few microseconds."""
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    tensors = {"hidden": hidden_ND, "index": index_NK, "weight": weight_NK}
+    tensors |= {name: bias for name, bias in biases.items() if bias is not None}
+    problem = not_tensors(tensors)
+    if problem is not None:
+        return problem
     for name, m in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(m, Matrix):
+            return f"{name} is {type(m).__name__}, not a tensor, Fp8 or Mxfp4"
         problem = None if isinstance(m, Tensor) else m.invalid()
         if problem is not None:
             return f"{name}: {problem}"
+    if not isinstance(gate, Gate):
+        return f"gate is {type(gate).__name__}, not a Gate"
     x, index, up, out = hidden_ND.shape, index_NK.shape, gate_up.shape, down.shape
     if len(x) != 2 or len(index) != 2 or len(up) != 3 or len(out) != 3:
         return "hidden [n, D], index [n, K], gate_up [E, 2M, D] and down [E, D, M] are wanted"
@@ -177,19 +193,15 @@ def invalid(
     for name, bias, size in (("gate_up_bias", gate_up_bias, 2 * units), ("down_bias", down_bias, hidden)):
         if bias is not None and bias.shape != (experts, size):
             return f"{name} has shape {list(bias.shape)}, not [{experts}, {size}]"
-    named = {"hidden": hidden_ND, "weight": weight_NK, "gate_up": gate_up, "down": down,
-             "gate_up_bias": gate_up_bias, "down_bias": down_bias}  # fmt: skip
     device = hidden_ND.device
-    for name, given in named.items():
-        if given is None:
-            continue
+    for name, given in (tensors | {"gate_up": gate_up, "down": down}).items():
         if not isinstance(given, Tensor):
             given = given.values
-        elif given.dtype not in FLOATS:
+        elif name != "index" and given.dtype not in FLOATS:
             return f"{name} is {given.dtype}, not float32, bfloat16 or float16"
         if given.device != device:
             return f"{name} is on {given.device}, the first argument on {device}"
-    return None if index_NK.device == device else f"index is on {index_NK.device}, the first argument on {device}"
+    return None
 
 
 def expert_mlp(

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ecospec_kernels.blocks import CACHE_LINE, LANES, compiled, exp, view, workspace
+from ecospec_kernels.checks import refuse
 from ecospec_kernels.draft_layer.cpu import product, rms
 from ecospec_kernels.expert_mlp.cpu import combine, experts_scratch, run_experts
 from ecospec_kernels.group_router.cpu import route
 from ecospec_kernels.latent_attention.cpu import attend, attend_scratch, new_rows
-from ecospec_kernels.mtp_layer.reference import MtpWeights
+from ecospec_kernels.mtp_layer.reference import MtpWeights, invalid
 from ecospec_kernels.tree_attention.cpu import BOOL_MASK
 
 
@@ -163,7 +164,9 @@ def mtp_layer(
     w: MtpWeights, embed_nH: Tensor, h_nH: Tensor, cos_nR: Tensor, sin_nR: Tensor, latent_JL: Tensor, key_JR: Tensor,
     mask_nJ: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Same contract as the reference; see `dispatch.supports_mtp` for what it takes. Cached rows dense."""
+    """Same contract as the reference; see `dispatch.supports_mtp` for what it takes. ValueError unless cached rows are dense."""
+    sparse = None if latent_JL.is_contiguous() and key_JR.is_contiguous() else "rows of latents and keys must be dense"
+    refuse("mtp_layer", invalid(w, embed_nH, h_nH, cos_nR, sin_nR, latent_JL, key_JR, mask_nJ) or sparse)
     layer, n, cached = _addresses(w), len(embed_nH), len(latent_JL)
     embed, h, cos, sin = (x.contiguous() for x in (embed_nH, h_nH, cos_nR, sin_nR))
     mask, out = mask_nJ.contiguous(), torch.empty(embed_nH.shape)

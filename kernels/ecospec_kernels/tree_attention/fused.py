@@ -51,7 +51,9 @@ def form(rows: int, width: int, value_width: int, dtype: torch.dtype, backend: s
         return Form(r, 16 if dtype is torch.float32 else 64, a, b, v, 8, 2)
     if dtype is torch.float32 and a > 64:  # products on vector units hold the keys in registers
         return Form(r, 32, a, b, v, 8, 1)
-    return Form(r, 32 if max(a, v) > 128 or dtype is torch.float32 else 64, a, b, v, 8 if a == 256 and r > 16 else 4, 2)
+    split = b > 0 and r == 32  # a head in two parts: fewer keys instead of more warps, else some chip's compiler spills
+    keys = 32 if max(a, v) > 128 or dtype is torch.float32 or split else 64
+    return Form(r, keys, a, b, v, 8 if r > 16 and max(a, v) > 64 and not split else 4, 2)
 
 
 def splits(keys: int, groups: int, tiles: int, j: int) -> tuple[int, int]:
@@ -74,6 +76,8 @@ def unsupported(
         return f"up to {MAX_ROWS} rows and heads of {MAX_WIDTH} are taken, not {n} and {width} with {keys} keys"
     if any(t.stride(2) != 1 for t in (q_HnD, k_GJD, v_GJD)) or (mask_nJ is not None and mask_nJ.stride(1) != 1):
         return "rows of q, k, v and mask must be dense"
+    if mask_nJ is not None and n * mask_nJ.stride(0) >= 1 << 31:
+        return f"a mask of {n} rows, {mask_nJ.stride(0)} numbers apart, passes 2^31"
     if mask_nJ is not None and mask_nJ.dtype not in (torch.bool, dtype):
         return f"mask is {mask_nJ.dtype}, neither bool nor q's {dtype}"
     return None if sinks_H is None or sinks_H.dtype is dtype else f"sinks are {sinks_H.dtype}, not q's {dtype}"
@@ -95,7 +99,8 @@ def tree_attention(
     same = (
         v_GJD.data_ptr() == k_GJD.data_ptr()
         and v_GJD.stride() == k_GJD.stride()
-        and width > value_width == tile.A == tile.V
+        and width > MAX_WINDOWED
+        and value_width == tile.A == tile.V
     )
     mask, mask_row, kind = mask_nJ, 0, NO_MASK
     if mask_nJ is not None:
@@ -105,7 +110,7 @@ def tree_attention(
     with on_device(q_HnD):
         kernels.attend[(count, tiles, groups)](
             q_HnD, k_GJD, v_GJD, mask, start, part, top[0], top[1], *q_HnD.stride()[:2], *k_GJD.stride()[:2],
-            *v_GJD.stride()[:2], mask_row, n, heads // groups, keys, chunk, width, value_width, scale,
+            *v_GJD.stride()[:2], mask_row, n, heads // groups, keys, chunk, width, value_width, float(scale),
             MASK=kind, SAME=same, START=start is not None, **tile._asdict(),
         )  # fmt: skip
         kernels.combine[(heads * n,)](
@@ -119,6 +124,12 @@ MAX_WINDOWED = 256  # widest head of the forms with a `start`: latent attention 
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (576, 512))  # the last: latent attention
 
 
+def _listed(label: str, kernel: Any, types: dict[str, str], given: dict[str, str | None], constants: dict[str, Any], *options: int) -> Configuration:  # fmt: skip
+    """A form with some tensors `given`, by their types, and others None, which is a constant to Triton."""
+    there = {name: kind for name, kind in given.items() if kind is not None}
+    return Configuration(label, kernel, types | there, constants | dict.fromkeys(given.keys() - there), *options)
+
+
 def configurations(backend: str) -> list[Configuration]:
     """Every form for the head widths of models in use; others are compiled where they are met.
 
@@ -129,8 +140,8 @@ def configurations(backend: str) -> list[Configuration]:
     masks = {NO_MASK: " no mask", BOOL_MASK: "", ADDITIVE_MASK: " additive"}
     for (dtype, name), (width, value_width) in product(TYPES.items(), WIDTHS):
         types: dict[str, Any] = dict.fromkeys(integers, "i32") | dict.fromkeys(("part", "top", "total"), "*fp32")
-        types |= dict.fromkeys(("q", "k", "v", "mask"), f"*{name}") | {"scale": "fp32", "start": "*i64"}
-        latent = (False, True) if width > value_width else (False,)
+        types |= dict.fromkeys(("q", "k", "v"), f"*{name}") | {"scale": "fp32"}
+        latent = (False, True) if width > MAX_WINDOWED else (False,)
         for rows, kind, same, start in product((16, 32, 64), masks, latent, (False, True)):
             if start and (kind == NO_MASK or same or width > MAX_WINDOWED):
                 continue
@@ -138,15 +149,18 @@ def configurations(backend: str) -> list[Configuration]:
             constants = dict(zip("RJABV", tile, strict=True)) | {"MASK": kind, "SAME": same, "START": start}
             extras = f"{masks[kind]}{' latent' * same}{' start' * start}"
             label = f"tree_attention.attend {name} {width}/{value_width} rows={tile[0]}{extras}"
-            masked = types | ({"mask": "*u8"} if kind == BOOL_MASK else {})
-            found[label] = Configuration(label, kernels.attend, masked, constants, num_warps, num_stages)
-        types = dict.fromkeys(("part", "top", "total"), "*fp32") | dict.fromkeys(("out", "sinks"), f"*{name}")
+            given = {
+                "mask": {NO_MASK: None, BOOL_MASK: "*u8", ADDITIVE_MASK: f"*{name}"}[kind],
+                "start": "*i64" if start else None,
+            }
+            found[label] = _listed(label, kernels.attend, types, given, constants, num_warps, num_stages)
+        types = dict.fromkeys(("part", "top", "total"), "*fp32") | {"out": f"*{name}"}
         types |= dict.fromkeys(("splits", "rows", "n", "heads", "value_width", "keys", "chunk"), "i32")
-        types["start"] = "*i64"
         for sinks, start in product((False, True), (False, True)):
             if start and width > MAX_WINDOWED:
                 continue
             label = f"tree_attention.combine {name} {value_width}{' sinks' * sinks}{' start' * start}"
             constants = {"SINKS": sinks, "START": start, "S": MAX_SPLITS, "V": tile[4]}
-            found[label] = Configuration(label, kernels.combine, types, constants)
+            given = {"sinks": f"*{name}" if sinks else None, "start": "*i64" if start else None}
+            found[label] = _listed(label, kernels.combine, types, given, constants)
     return list(found.values())

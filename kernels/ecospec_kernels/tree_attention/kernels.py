@@ -1,7 +1,7 @@
 """Triton kernels of `tree_attention`; `fused.py` launches them and says how they work together.
 
 Names: R rows (pairs of query head and tree row) of a tile, J its keys; a head's width is A + B, powers of two, B possibly 0;
-V its value width. A row is head * n + t. Offsets of keys and values are 64-bit: a cache may pass 2^31 numbers.
+V its value width. A row is head * n + t. Offsets of keys and values are 64-bit: a cache may pass 2^31 numbers, but no mask.
 
 Scores are scaled by log2(e) only once the largest is taken off: 3e38 in a mask is a number, and stays one. NaN is not ordered,
 and a maximum may drop it; the sum of weights keeps it.
@@ -23,7 +23,9 @@ def _first_key(start, keys):  # type: ignore[no-untyped-def]
     return tl.minimum(tl.maximum(tl.load(start), 0), keys).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["mask_row", "n", "share", "keys"], do_not_specialize_on_alignment=["mask", "start", "total"]
+)
 def attend(q, k, v, mask, start, part, top, total, q_head, q_row, k_head, k_row, v_head, v_row, mask_row, n, share, keys,  # type: ignore[no-untyped-def]
            chunk, width, value_width, scale, MASK: tl.constexpr, SAME: tl.constexpr, START: tl.constexpr, R: tl.constexpr,
            J: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr):  # fmt: skip
@@ -50,7 +52,7 @@ def attend(q, k, v, mask, start, part, top, total, q_head, q_row, k_head, k_row,
     if B:
         q_b = tl.load(q_R[:, None] + b[None, :], mask=live[:, None] & (b < width)[None, :], other=0.0)
     k_at, v_at = k + group.to(tl.int64) * k_head, v + group.to(tl.int64) * v_head
-    mask_R = mask + t.to(tl.int64) * mask_row if MASK else mask
+    mask_R = t * mask_row
     best = tl.full([R], float("-inf"), tl.float32)
     weight = tl.full([R], 0.0, tl.float32)
     acc = tl.full([R, V], 0.0, tl.float32)
@@ -73,10 +75,10 @@ def attend(q, k, v, mask, start, part, top, total, q_head, q_row, k_head, k_row,
             else:
                 s = tl.dot(q_b, tl.trans(k_b), s, input_precision="ieee")
         s *= scale
-        seen = live[:, None] & inside[None, :]
+        seen = inside[None, :]  # rows that are not live, too: nothing of theirs is stored
         if MASK:
             there = live[:, None] & (j < end)[None, :]  # without `first_key`, with which some chip's compiler spills
-            m = tl.load(mask_R[:, None] + j[None, :], mask=there, other=0)
+            m = tl.load(mask + (mask_R[:, None] + j[None, :]), mask=there, other=0)
             if MASK == 1:
                 seen = seen & (m != 0)
             else:
@@ -106,7 +108,10 @@ def attend(q, k, v, mask, start, part, top, total, q_head, q_row, k_head, k_row,
     tl.store(total + at, weight, mask=live)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["splits", "rows", "n", "heads", "keys"],
+    do_not_specialize_on_alignment=["total", "sinks", "start"],
+)
 def combine(part, top, total, sinks, out, start, splits, rows, n, heads, value_width, keys, chunk, SINKS: tl.constexpr,  # type: ignore[no-untyped-def]
             START: tl.constexpr, S: tl.constexpr, V: tl.constexpr):  # fmt: skip
     """out [n, heads, value_width] of one row: the chunks weighed by their sums, in order, and divided once."""
