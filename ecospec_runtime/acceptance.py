@@ -5,7 +5,7 @@ logits at one fitted temperature; `logistic` has a logit linear in log p, rank, 
 predictor's network has learned. Siblings share a softmax with "none of these" (logit 0) and so sum to at most 1. Above
 temperature 0 a pool's log p already holds the noise of the draw (see `sampling`), and the same models serve. Numpy only: it runs
 in the decoding loop. What was fitted lives in a predictor folder's `acceptance.json`. What each kind is worth, and
-what was tried and left out: docs/acceptance.md.
+what was tried and left out: docs/acceptance.md, docs/method.md.
 
 Legend: n nodes, s drafter states, t temperatures.
 """
