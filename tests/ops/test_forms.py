@@ -4,6 +4,7 @@ sizes of the listed models also what Triton assumes of every number and address.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from ecospec_kernels.expert_mlp import fused as expert_mlp
 from ecospec_kernels.expert_mlp.fused import FP8, MXFP4, PLAIN
 from ecospec_kernels.expert_mlp.reference import GROUP, SWIGLU, Fp8, Gate, Matrix, Mxfp4
 from ecospec_kernels.expert_predictor import fused as expert_predictor
-from ecospec_kernels.launch import BACKEND, TYPES, Configuration
+from ecospec_kernels.launch import BACKEND, HIP, TYPES, Configuration
 from ecospec_kernels.select_nodes import fused as select_nodes
 from ecospec_kernels.select_nodes import reference
 from ecospec_kernels.tree_attention import fused as tree_attention
@@ -214,6 +215,14 @@ def test_every_launch_is_among_the_compiled_forms(
         assert is_compiled(launch, forms), {k: v for k, v in launch[1].items() if not torch.is_tensor(v)}
     for form in forms:
         assert any(is_compiled(launch, [form]) for launch in seen), form.name
+
+
+def test_rocm_launches_of_attention_are_among_its_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the tile depends on the kind of mask, too."""
+    forms = tree_attention.configurations(HIP)
+    monkeypatch.setattr(tree_attention, "form", partial(tree_attention.form, backend=HIP))
+    for launch in launched(monkeypatch, tree_attention, "tree_attention", ["attend", "combine"], attentions):
+        assert is_compiled(launch, forms), {k: v for k, v in launch[1].items() if not torch.is_tensor(v)}
 
 
 def real_experts() -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 The keys are split into chunks, so that a long cache keeps the whole device busy with few rows. `attend` runs one program per
 chunk, key-value head and tile of rows (each key serves all query heads of its group); `combine` joins the chunks in their
-order. The number of chunks follows from the shapes alone: the same inputs give the same bits, with a `start` that hides what the
+order. The number of chunks follows from shapes and types alone: the same inputs give the same bits, with a `start` that hides what the
 mask hides or without. Sums are fp32; the weights of the values are rounded to the values' dtype before the product, as
 everywhere on tensor cores.
 """
@@ -38,15 +38,18 @@ class Form(NamedTuple):
     num_stages: int
 
 
-def form(rows: int, width: int, value_width: int, dtype: torch.dtype, backend: str = BACKEND) -> Form:
-    """The tile for `rows` rows per key-value head, and heads of these widths."""
+def form(
+    rows: int, width: int, value_width: int, dtype: torch.dtype, backend: str = BACKEND, additive: bool = False
+) -> Form:
+    """The tile for `rows` rows per key-value head, and heads of these widths; `additive`: the mask is one to add."""
     a = max(16, 1 << (width.bit_length() - 1))
     b = max(16, power_of_two(width - a)) if width > a else 0
     v = max(16, power_of_two(value_width))
     wide = max(a, v) > 256
     r = 16 if wide or dtype is torch.float32 or rows <= 16 else 32 if rows <= 32 or max(a, v) > 128 else 64
     if backend == HIP:  # 64 KB of shared memory
-        return Form(min(r, 32), 16 if wide and dtype is torch.float32 else 32, a, b, v, 4, 1)
+        few = (wide and dtype is torch.float32) or (additive and r > 16)  # more keys of an additive mask spill there
+        return Form(min(r, 32), 16 if few else 32, a, b, v, 4, 1)
     if wide:
         return Form(r, 16 if dtype is torch.float32 else 64, a, b, v, 8, 2)
     if dtype is torch.float32 and a > 64:  # products on vector units hold the keys in registers
@@ -90,7 +93,8 @@ def tree_attention(
     """Same contract as the reference. Raises ValueError for what `unsupported` names."""
     refuse_launch("tree_attention", unsupported(q_HnD, k_GJD, v_GJD, mask_nJ, scale, sinks_H, start), q_HnD)
     (heads, n, width), (groups, keys, value_width) = q_HnD.shape, v_GJD.shape
-    tile = form(heads // groups * n, width, value_width, q_HnD.dtype)
+    kind = NO_MASK if mask_nJ is None else BOOL_MASK if mask_nJ.dtype is torch.bool else ADDITIVE_MASK
+    tile = form(heads // groups * n, width, value_width, q_HnD.dtype, additive=kind == ADDITIVE_MASK)
     tiles = -(-(heads // groups * n) // tile.R)
     count, chunk = splits(keys, groups, tiles, tile.J)
     part = torch.empty((count, heads * n, value_width), dtype=torch.float32, device=q_HnD.device)
@@ -102,11 +106,9 @@ def tree_attention(
         and width > MAX_WINDOWED
         and value_width == tile.A == tile.V
     )
-    mask, mask_row, kind = mask_nJ, 0, NO_MASK
+    mask, mask_row = mask_nJ, 0
     if mask_nJ is not None:
-        kind, mask_row = ADDITIVE_MASK, mask_nJ.stride(0)
-        if mask_nJ.dtype is torch.bool:
-            kind, mask = BOOL_MASK, mask_nJ.view(torch.uint8)
+        mask, mask_row = mask_nJ.view(torch.uint8) if kind == BOOL_MASK else mask_nJ, mask_nJ.stride(0)
     with on_device(q_HnD):
         kernels.attend[(count, tiles, groups)](
             q_HnD, k_GJD, v_GJD, mask, start, part, top[0], top[1], *q_HnD.stride()[:2], *k_GJD.stride()[:2],
@@ -145,7 +147,7 @@ def configurations(backend: str) -> list[Configuration]:
         for rows, kind, same, start in product((16, 32, 64), masks, latent, (False, True)):
             if start and (kind == NO_MASK or same or width > MAX_WINDOWED):
                 continue
-            *tile, num_warps, num_stages = form(rows, width, value_width, dtype, backend)
+            *tile, num_warps, num_stages = form(rows, width, value_width, dtype, backend, kind == ADDITIVE_MASK)
             constants = dict(zip("RJABV", tile, strict=True)) | {"MASK": kind, "SAME": same, "START": start}
             extras = f"{masks[kind]}{' latent' * same}{' start' * start}"
             label = f"tree_attention.attend {name} {width}/{value_width} rows={tile[0]}{extras}"
