@@ -202,21 +202,27 @@ def replay_at_best_price(
     """Find the price of `throughput` by Dinkelbach's iteration on totals: the next price is the rate just achieved.
 
     `start` is a first price in tokens per ms (None: plain decoding's rate). `scale` times the rate is the price; 1 is
-    right for calibrated probabilities, more for optimistic ones. Returns the spec with the price that did best, and its
-    result. Policies without a price are replayed as they are. `oracle`: see `replay`.
+    right for calibrated probabilities, more for optimistic ones. Where nodes are charged alike (`node_experts`), the gate is
+    told what they really added in the replay before: losses that it does not see it cannot stop. Returns the spec with the
+    price that did best, and its result. Policies without a price are replayed as they are. `oracle`: see `replay`.
     """
     if spec.name != "throughput":
         return spec, replay(spec, rows, profile, oracle)
     price = scale * (start or 1.0 / profile.plain_ms)
     best: tuple[PolicySpec, ReplayResult] | None = None
+    flat, gate = "node_experts" in spec.parameters, spec.parameters.get("gate_experts")
     for _ in range(MAX_PRICE_ROUNDS):
-        priced = spec.model_copy(update={"parameters": {**spec.parameters, "price": price}})
+        told = {} if gate is None else {"gate_experts": gate}
+        priced = spec.model_copy(update={"parameters": {**spec.parameters, "price": price, **told}})
         result = replay(priced, rows, profile, oracle)
-        if best is None or result.tokens_per_ms > best[1].tokens_per_ms:
+        untold = flat and gate is None and result.nodes > 0
+        if untold:
+            gate = max(0.0, (result.experts_per_layer - rows.top_k) / result.nodes)
+        elif best is None or result.tokens_per_ms > best[1].tokens_per_ms:
             best = priced, result
         change = abs(scale * result.tokens_per_ms / price - 1.0)
         price = scale * result.tokens_per_ms
-        if change < PRICE_TOLERANCE:
+        if change < PRICE_TOLERANCE and not untold:
             break
     assert best is not None
     return best

@@ -107,6 +107,7 @@ class ReplayRows:
     best: AcceptanceKind  # the predictor's best kind; raw without a predictor
     model: AcceptanceModel | None = None
     end_tokens: tuple[int, ...] = ()  # that end a text; none: the traces do not say
+    top_k: int = 1  # experts of a token in a layer
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.prompts)
@@ -152,7 +153,7 @@ def load_rows(
         raise UserError(f"{traces.path}: no positions of the prompts asked for; harvest more")
     best = predictor.acceptance.best if predictor is not None else "raw"
     return ReplayRows(
-        kept, scorer.layers, manifest.pool, best, scorer.model, manifest.end_tokens
+        kept, scorer.layers, manifest.pool, best, scorer.model, manifest.end_tokens, manifest.target.top_k
     )  # fmt: skip
 
 

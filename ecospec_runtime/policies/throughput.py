@@ -43,6 +43,9 @@ class ThroughputPolicy(Config):
     # Experts per layer that every node is charged in place of a prediction; None: what is predicted for it. A prediction
     # takes time of its own, which it must earn back.
     node_experts: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    # Experts per layer that a node adds on average, for the gate, where `node_experts` is what a further one should be charged:
+    # the first nodes of a pass share least. None: the same.
+    gate_experts: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     pause: int = Field(default=4, ge=0)  # plain steps once drafting no longer pays, before it is tried again; 0: never
 
     name: ClassVar[str] = "throughput"
@@ -53,6 +56,8 @@ class ThroughputPolicy(Config):
     def _one_charge(self) -> Self:
         if self.node_experts is not None and self.capacity is not None:
             raise UserError("throughput: 'capacity' needs predicted experts; leave out 'capacity' or 'node_experts'")
+        if self.gate_experts is not None and self.node_experts is None:
+            raise UserError("throughput: 'gate_experts' is for 'node_experts'; predicted experts need none")
         return self
 
     @property
@@ -90,6 +95,9 @@ class ThroughputPolicy(Config):
     ) -> Outlook:
         """See `Pausing`. Time counts at the rate of plain decoding, whatever the price: that is what a rest would give."""
         tokens, extra_ms = (0.0, 0.0) if candidates is None else self._expected(candidates, chosen, profile)
+        if candidates is not None and self.gate_experts is not None and self.node_experts is not None:
+            experts = candidates.layers * len(chosen) * (self.gate_experts - self.node_experts)
+            extra_ms += profile.per_expert_ms * experts
         return Outlook(tokens, (draft_ms + extra_ms) / profile.plain_ms)
 
     def _expected(self, candidates: Candidates, chosen: list[int], profile: DeviceProfile) -> tuple[float, float]:

@@ -78,7 +78,9 @@ def compare(
 
 def with_routing(spec: PolicySpec) -> PolicySpec:
     """The policy, looking at the experts of each node even where it had better charge all alike."""
-    return spec.model_copy(update={"parameters": {k: v for k, v in spec.parameters.items() if k != "node_experts"}})
+    return spec.model_copy(
+        update={"parameters": {k: v for k, v in spec.parameters.items() if not k.endswith("_experts")}}
+    )
 
 
 def by_share(run: RunFolder, halves: tuple[ReplayRows, ReplayRows], trials: int, seed: int) -> list[dict[str, Any]]:

@@ -195,8 +195,15 @@ def test_a_flat_charge_needs_no_prediction_and_asks_the_same_of_every_node() -> 
     assert isinstance(dear, Pausing)
     assert dear.outlook(candidates, [0, 1, 3], profile, 0.2) == policy.outlook(candidates, [0, 1, 3], profile, 0.2)
     assert policy.outlook(None, [], profile, 0.2) == pytest.approx((0.0, 0.2))
+    honest = build_policy(parse_policy("throughput:price=1,node_experts=1.5,gate_experts=2.5"))
+    assert isinstance(honest, Pausing)
+    assert honest.select(candidates, profile, 0) == [0, 1, 3]
+    assert honest.outlook(candidates, [0, 1, 3], profile, 0.2) == pytest.approx((0.9 + 0.45 + 0.2, 3 * 0.26 + 0.2))
+    assert honest.outlook(None, [], profile, 0.2) == pytest.approx((0.0, 0.2))
     with pytest.raises(UserError, match="'capacity' needs predicted experts"):
         parse_policy("throughput:node_experts=1.5,capacity=4")
+    with pytest.raises(UserError, match="'gate_experts' is for 'node_experts'"):
+        parse_policy("throughput:gate_experts=1.5")
 
 
 def test_a_set_must_earn_what_a_plain_step_saves() -> None:

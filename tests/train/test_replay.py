@@ -155,6 +155,18 @@ def test_price_by_dinkelbach_beats_a_grid(tmp_path: Path) -> None:
     assert spec.parameters["price"] == pytest.approx(best.tokens_per_ms, rel=0.1)
 
 
+def test_the_gate_is_told_what_nodes_really_add(rows: ReplayRows) -> None:
+    """However little a policy charges them: it stops at what drafting loses, where every pass costs two plain steps."""
+    profile = make_profile(per_expert_ms=0.3)
+    charged = "throughput:acceptance=raw,node_experts=0.01"
+    spec, found = replay_at_best_price(parse_policy(charged), rows, profile)
+    seen = replay(parse_policy(f"{charged},pause=0,price={1 / profile.plain_ms}"), rows, profile)
+    assert spec.parameters["gate_experts"] == pytest.approx((seen.experts_per_layer - TOP_K) / seen.nodes, rel=0.2)
+    assert replay(spec, rows, profile) == found
+    blind = spec.model_copy(update={"parameters": {**spec.parameters, "gate_experts": None}})
+    assert replay(blind, rows, profile).drafts > found.drafts
+
+
 def test_without_predictor_only_raw_can_be_replayed(traces: Traces) -> None:
     bare = load_rows(traces, None)
     assert replay(parse_policy("confidence:budget=2"), bare, make_profile()).passes > 0
