@@ -331,4 +331,5 @@ def report(names: list[str] | None = None, out: Path | None = None) -> None:
         )
     console().print(table)
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(markdown(results), encoding="utf-8")

@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from ecospec_runtime.console import check_folder
 from ecospec_runtime.errors import UserError
 
 
@@ -73,13 +74,13 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def check_plots(folder: Path) -> None:
-    """Make the folder; UserError without matplotlib."""
+    """UserError without matplotlib or where the folder cannot be made."""
     try:
         import matplotlib
     except ImportError:
         raise UserError("--plots needs matplotlib; install it with: pip install 'ecospec[train]'") from None
     matplotlib.use("Agg")
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(folder)
 
 
 def plots(report: dict[str, Any], folder: Path) -> list[Path]:
@@ -88,6 +89,7 @@ def plots(report: dict[str, Any], folder: Path) -> list[Path]:
     UserError without matplotlib.
     """
     check_plots(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(markdown(report), encoding="utf-8")
     return [_speedup(report, folder / "speedup.png"), _experts(report, folder / "experts.png")]
 

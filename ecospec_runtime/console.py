@@ -135,18 +135,32 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH, no_color=True, highlight=False)
 
 
+def existing_part(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists; a link to nothing exists."""
+    whole = path.absolute()
+    return next(part for part in (whole, *whole.parents) if os.path.lexists(part))
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that could not be made or written to; makes nothing. Raises OSError or UserError."""
+    place = existing_part(folder)
+    if not place.is_dir():
+        raise UserError(f"{folder}: not a folder to write to ({place} is a file); choose another place")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{place}: no permission to write; choose another place or change its permissions")
+
+
 def check_writable(path: Path | None) -> None:
-    """Refuse a result file that cannot be written before hours of work, not after. Raises OSError or UserError."""
+    """Refuse a result file that cannot be written before hours of work, not after; makes nothing. Raises OSError or UserError."""
     if path is None or not leads():
         return
     if path.is_dir():
         raise UserError(f"{path}: is a folder; give a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    existed = path.exists()
-    with path.open("a", encoding="utf-8"):
-        pass
-    if not existed:
-        path.unlink()
+    if path.exists():
+        with path.open("a", encoding="utf-8"):
+            pass
+    else:
+        check_folder(path.parent)
 
 
 def write_json(path: Path | None, value: Any) -> None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import onnxruntime
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -50,6 +50,12 @@ class PredictorShapes(BaseModel):
     layers: int = Field(gt=0)
     experts: int = Field(gt=0)
     top_k: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k {self.top_k} of {self.experts} experts")
+        return self
 
 
 class PredictorManifest(BaseModel):
@@ -144,7 +150,7 @@ def weights_of(predictor: Predictor, path: Path) -> Weights | None:
     try:
         weights = Weights(load_file(path))
         found = reference.predict_pool(weights, embedding, pool, predictor.manifest.shrinkage)
-    except (OSError, SafetensorError, KeyError, RuntimeError):  # missing, corrupt, or of other layers or sizes
+    except (OSError, SafetensorError, KeyError, ValueError):  # missing, corrupt, or of other layers or sizes
         return None
     pairs = [(a.ravel(), b.ravel()) for a, b in zip(found, expected, strict=True)]
     same = all(len(a) == len(b) and np.allclose(a, b, rtol=0, atol=AGREE * max(1, np.abs(b).max())) for a, b in pairs)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ecospec_runtime.cli import DeviceMapOption, set_threads
+from ecospec_runtime.config import PoolConfig
 from ecospec_runtime.console import (
     MOST_THREADS,
     check_writable,
@@ -126,6 +127,9 @@ def pool_shape(size: int | None, depth: int, beam: int) -> dict[str, int]:
         if size % depth:
             raise UserError(f"--pool-size {size}: not a multiple of the pool's depth {depth}; also give --pool-depth")
         shape["width"] = size // depth
+    options = {"depth": "--pool-depth", "beam": "--pool-beam", "width": f"--pool-size {size}: nodes of a level"}
+    with naming_options("PoolConfig", options):
+        PoolConfig.model_validate(shape)
     return shape
 
 

@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from safetensors.numpy import save
 from torch.utils.data import DataLoader, IterableDataset
 
+from ecospec_runtime.console import existing_part
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.base import Drafter
 from ecospec_runtime.errors import UserError
@@ -106,12 +107,6 @@ def check_folder(config: HarvestConfig) -> TraceManifest | None:
     if not config.resume:
         raise UserError(f"{out}: not empty; add --resume to continue the harvest in it, or choose another --out")
     return existing
-
-
-def existing_part(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
-    whole = path.absolute()
-    return next(part for part in (whole, *whole.parents) if part.exists())
 
 
 def describe(config: HarvestConfig, target: Target, drafter: Drafter, prompts: list[Prompt]) -> TraceManifest:

@@ -74,7 +74,7 @@ def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; see the folder pipelines/ for examples") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise UserError(f"{path}: not valid YAML{where}; check its indentation and quotes") from None

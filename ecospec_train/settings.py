@@ -70,7 +70,7 @@ class FitConfig(Config):
     batch_positions: int = Field(default=32, ge=1)
     node_share: float = Field(default=0.5, gt=0, le=1)  # of the nodes with an unreached parent that an epoch sees
     unreached_weight: float = Field(default=0.1, ge=0, le=1)  # of those nodes in the acceptance loss
-    lr: float = Field(default=4e-3, gt=0)
+    lr: float = Field(default=4e-3, gt=0, allow_inf_nan=False)
     weight_decay: float = Field(default=0.5, ge=0)
     heldout: float = Field(default=0.15, gt=0, lt=1)  # share of the prompts
     seed: int = Field(default=0, ge=0, lt=2**32)

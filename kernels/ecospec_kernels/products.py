@@ -58,9 +58,9 @@ def plane_length(columns: int, w_bf16: bool) -> int:
 
 @numba.njit(nogil=True)
 def _low(value: Any) -> Any:
-    """float32 -> bits of what rounding to bf16 leaves of it; 0 if that is no number."""
+    """float32 -> bits of what rounding to bf16 leaves of it; 0 if that is not finite."""
     rest = value - load_bf16(to_bf16(value))
-    return np.uint16(0) if rest != rest else to_bf16(rest)
+    return np.uint16(0) if rest - rest != 0 else to_bf16(rest)
 
 
 @numba.njit(nogil=True)

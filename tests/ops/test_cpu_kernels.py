@@ -58,6 +58,13 @@ def test_linear_takes_strided_rows_and_mixed_dtypes() -> None:
     assert_near(op("few_row_linear", "cpu")(x, weight), op("few_row_linear", "reference")(x, weight), MIXED)
 
 
+@pytest.mark.parametrize("value", [3.4028e38, float("inf")])
+def test_numbers_above_bf16_are_infinite_at_worst(value: float) -> None:
+    """Of fp32 rows; not infinity less infinity, which is NaN."""
+    x, weight = torch.full((2, 32), value), torch.full((8, 32), 1.0, dtype=BF16)
+    assert (op("few_row_linear", "cpu")(x, weight, None) == float("inf")).all()
+
+
 def experts_case(n: int, experts: int, top_k: int, units: int, dtype: torch.dtype, used: int | None = None) -> Any:
     """Inputs of `expert_mlp` with hidden size 32."""
     index = routing(n, n, experts, top_k, used)

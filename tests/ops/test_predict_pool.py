@@ -92,6 +92,42 @@ def test_odd_numbers(bad: float) -> None:
         assert set(np.flatnonzero(np.isnan(routing).any(1)).tolist()) == (readers if np.isnan(bad) else set())
 
 
+@pytest.mark.parametrize("implementation", [cpu, reference])
+def test_wrong_trees_are_refused(implementation: Any) -> None:
+    """Before an address is computed from them."""
+    w, case, embedding = network(16, 24, 8), tree(6, 24), numbers(5, 7, 16)
+    for key, last in (("parents", 6), ("parents", -2), ("parents", 10**9), ("state_rows", 8), ("state_rows", -1)):
+        values = getattr(case, key).copy()
+        values[-1] = last
+        with pytest.raises(IndexError, match="not there"):
+            implementation.predict_pool(w, embedding, case._replace(**{key: values}), 0.5)
+    with pytest.raises(IndexError, match="not there"):
+        implementation.predict_pool(w, embedding, case._replace(entropies=case.entropies[:2]), 0.5)
+    for wrong, message in (
+        ({"states": case.states[:, 1:]}, "states of 23"), ({"ranks": case.ranks[1:]}, r"ranks has shape \[5\], not \[6\]"),
+        ({"states": case.states[:0]}, "rows of both"), ({"entropies": case.states}, "entropies"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^predict_pool: .*{message}"):
+            implementation.predict_pool(w, embedding, case._replace(**wrong), 0.5)
+    for rows in (embedding[1:], embedding[:, 1:], embedding[0]):
+        with pytest.raises(ValueError, match=r"^predict_pool: "):
+            implementation.predict_pool(w, rows, case, 0.5)
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize("number", range(len(LAYERS)))
+def test_weights_that_do_not_fit_together_are_refused(number: int, part: str) -> None:
+    """Also a bias of one number, which torch would add to every output."""
+    w = network(16, 24, 8)
+    tensors = {f"{n}.weight": t for n, t in zip(LAYERS, w.matrices, strict=True)}
+    tensors |= {f"{n}.bias": t for n, t in zip(LAYERS, w.biases, strict=True)}
+    Weights(tensors)
+    key = f"{LAYERS[number]}.{part}"
+    for wrong in (torch.tensor(1.0), torch.ones(1, 1), torch.cat([tensors[key]] * 2, -1)):
+        with pytest.raises(ValueError, match=LAYERS[number] if part == "bias" else "predict_pool: "):
+            Weights(tensors | {key: wrong})
+
+
 def test_rounding_to_half() -> None:
     """Every class of float32: normal, too small, too large, ties, signs."""
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
@@ -115,3 +151,4 @@ def test_sets_of_experts(rows: int, layers: int, experts: int, top_k: int) -> No
     found = cpu.top_experts(logits, top_k)
     assert np.array_equal(found, reference.top_experts(logits, top_k))
     assert np.unpackbits(found).sum() == rows * layers * top_k
+    assert np.array_equal(cpu.top_experts(logits, experts + 9), cpu.top_experts(logits, experts))  # there are no more

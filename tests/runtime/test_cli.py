@@ -171,6 +171,17 @@ def test_the_bundle_is_looked_for_first(command: str) -> None:
     assert "nowhere: no such bundle" in mistake(run(command, "--bundle", "nowhere", "--prompts", "owner/prompts"))
 
 
+def test_a_command_that_is_refused_makes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    common = ("bench", "--bundle", "nowhere", "--prompts", "owner/prompts")
+    new = tmp_path / "new"
+    assert "nowhere" in mistake(run(*common, "--json", new / "folder" / "x.json", "--plots", new / "plots"))
+    for option, place in (("--json", "file/x.json"), ("--plots", "file"), ("--plots", "file/x"), ("--plots", "link")):
+        assert "not a folder to write to" in mistake(run(*common, option, tmp_path / place))
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+
+
 def test_version() -> None:
     assert run("--version").stdout == "ecospec 0.1.0\n"
 

@@ -135,6 +135,8 @@ def test_the_kernel_says_what_the_onnx_file_says(folder: Path, tmp_path: Path) -
     weights = load_file(copy / "predictor.safetensors")
     save_file({**weights, "routing.bias": weights["routing.bias"] + 0.1}, copy / "predictor.safetensors")
     assert Predictor.from_folder(copy).weights is None
+    save_file({**weights, "routing.bias": torch.tensor(0.1)}, copy / "predictor.safetensors")
+    assert Predictor.from_folder(copy).weights is None
     (copy / "predictor.safetensors").unlink()
     assert Predictor.from_folder(copy).weights is None
 
@@ -246,6 +248,13 @@ def test_a_graph_of_other_sizes_than_the_manifest_is_refused(folder: Path, tmp_p
     manifest["shapes"]["experts"] = 16
     path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="routing_logits"):
+        Predictor.from_folder(tmp_path)
+
+
+def test_more_experts_per_token_than_there_are_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = damage(folder, tmp_path) / "manifest.json"
+    path.write_text(path.read_text().replace(f'"top_k": {TOP_K}', f'"top_k": {EXPERTS + 1}'))
+    with pytest.raises(UserError, match="top_k 13 of 12 experts"):
         Predictor.from_folder(tmp_path)
 
 

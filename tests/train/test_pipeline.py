@@ -176,11 +176,12 @@ def test_mistakes_in_a_file_name_file_and_key(name: str, tmp_path: Path) -> None
 def test_broken_files(tmp_path: Path) -> None:
     for text, expected in (
         ("a: [1\nb: 2", "not valid YAML at line"),
+        ("\udcff", "not valid YAML; check"),  # a byte that is not UTF-8
         ("- 1", "not a mapping"),
         ("name: x", "'target' is missing"),
         ("name: x\ncolour: 1", "'colour' is not supported"),  # a misspelt key is the likelier fault
     ):
-        (tmp_path / "p.yaml").write_text(text)
+        (tmp_path / "p.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
         with pytest.raises(UserError, match=expected):
             load_pipeline(tmp_path / "p.yaml")
     with pytest.raises(UserError, match="no such file"):
@@ -337,6 +338,8 @@ def run(*arguments: Any) -> Result:
         (("fit", "--traces", "t", "--out", "o", "--set", "speed=3"), "'speed' is not supported"),
         (("fit", "--traces", "t", "--out", "o", "--set", "speed"), "not key=value"),
         (("harvest", "--target", "./x", "--drafter", "d", "--prompts", "p", "--out", "o", "--pool-size", "7"), "multiple"),
+        (("harvest", "--target", "x", "--drafter", "d", "--prompts", "p", "--out", "o", "--pool-depth", "99"), "error: --pool-depth = 99: "),
+        (("harvest", "--target", "x", "--drafter", "d", "--prompts", "p", "--out", "o", "--pool-size", "6000"), "error: --pool-size 6000: "),
         (("harvest", "--target", "./x", "--drafter", "d", "--prompts", "p.jsonl", "--out", "o"), "target ./x: no such"),
         (("harvest", "--target", "x/y", "--drafter", "d", "--prompts", "p", "--out", "o"), "p: no such prompt file"),
         (("harvest", "--target", "x", "--drafter", "d", "--prompts", "p", "--out", "o", "--max-disk", "9 apples"), "9 apples"),
@@ -347,6 +350,7 @@ def run(*arguments: Any) -> Result:
         (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("fit", "--traces", "t", "--out", "o", "--set", "seed=-1"), "error: --seed = -1: "),
         (("fit", "--traces", "t", "--out", "o", "--width", "10000000"), "error: --width = 10000000: "),
+        (("fit", "--traces", "t", "--out", "o", "--lr", "inf"), "error: --lr = inf: "),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(arguments: tuple[str, ...], expected: str, tmp_path: Path,

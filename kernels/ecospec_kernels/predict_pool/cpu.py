@@ -13,8 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecospec_kernels.blocks import LANES, bits_of_float, compiled, exp, float_of_bits, view, workspace
+from ecospec_kernels.checks import refuse
 from ecospec_kernels.draft_layer.cpu import product
-from ecospec_kernels.predict_pool.reference import EPSILON, HALF_MAX, LOG_P_FLOOR, SCALAR_UNIT, Floats, Tree, Weights
+from ecospec_kernels.predict_pool.reference import (
+    EPSILON,
+    HALF_MAX,
+    LOG_P_FLOOR,
+    OUT_OF_RANGE,
+    SCALAR_UNIT,
+    Floats,
+    Tree,
+    Weights,
+    invalid,
+)
 
 SCALARS = 4
 HALF_NORMAL = 2.0**-14  # the least float16 of full precision; below, they are multiples of 2^-24
@@ -147,9 +158,16 @@ def _gather(embedding: int, n: int, hidden: int, parent: Any, state_row: Any, lo
 @compiled
 def predict(embedding_NH: Any, parents_n: Any, state_rows_n: Any, log_probs_n: Any, ranks_n: Any, depths_n: Any, states_sd: Any,
              entropies_s: Any, places: Any, widths: Any, shrinkage: float, routing_NO: Any, acceptance_N: Any,
-             scratch: int) -> None:  # fmt: skip
-    """Dense arrays, which cost less to hand over than addresses. `places`: see `_layer`. `scratch`: as `scratch_size` counts."""
+             scratch: int) -> bool:  # fmt: skip
+    """Dense arrays, which cost less to hand over than addresses. `places`: see `_layer`. `scratch`: as `scratch_size` counts.
+
+    False, with nothing written, if a parent or state row is out of range.
+    """
     (n, hidden), (state_count, wide), outputs = embedding_NH.shape, states_sd.shape, routing_NO.shape[1]
+    known = min(len(entropies_s), state_count) if state_count > 1 else len(entropies_s)
+    for t in range(n - 1):
+        if not (-1 <= parents_n[t] < n - 1 and 0 <= state_rows_n[t] < known):
+            return False
     width, mixed_width, inner_width = widths
     places, routing, acceptance = places.ctypes.data, routing_NO.ctypes.data, acceptance_N.ctypes.data
     columns, most = 2 * hidden + wide + SCALARS, max(width, mixed_width + SCALARS, inner_width)
@@ -187,6 +205,7 @@ def predict(embedding_NH: Any, parents_n: Any, state_rows_n: Any, log_probs_n: A
     for t in range(n):
         linear = _dot(inputs + 4 * ((t + 1) * columns - SCALARS), at[6], SCALARS)
         out[t] = bias + linear + _dot(x + 4 * t * inner_width, at[7], inner_width)
+    return True
 
 
 def scratch_size(n: int, hidden: int, wide: int, width: int, mixed_width: int, inner_width: int) -> int:
@@ -201,14 +220,17 @@ def _dense(values: Any, dtype: Any) -> Any:
 
 def predict_pool(w: Weights, embedding_NH: Floats, tree: Tree, shrinkage: float) -> tuple[Floats, Floats]:
     """Same contract as the reference."""
+    refuse("predict_pool", invalid(w, embedding_NH, tree))
     n, hidden = embedding_NH.shape
     routing, acceptance = np.empty((n, len(w.biases[2])), np.float32), np.empty(n, np.float32)
-    predict(
+    done = predict(
         _dense(embedding_NH, np.float32), _dense(tree.parents, np.int64), _dense(tree.state_rows, np.int64),
         _dense(tree.log_probs, np.float32), _dense(tree.ranks, np.int64), _dense(tree.depths, np.int64),
         _dense(tree.states, np.float32), _dense(tree.entropies, np.float32), w.places, w.widths, shrinkage, routing, acceptance,
         workspace(scratch_size(n, hidden, tree.states.shape[1], *w.widths)),
     )  # fmt: skip
+    if not done:
+        raise IndexError(OUT_OF_RANGE)
     return routing, acceptance
 
 
@@ -254,6 +276,7 @@ def choose(routing_NLE: Any, top_k: int, out: Any, scratch: int) -> None:
 def top_experts(routing_NLE: Floats, top_k: int) -> NDArray[np.uint8]:
     """Same contract as the reference."""
     n, layers, experts = routing_NLE.shape
+    top_k = min(top_k, experts)
     out = np.empty((n, (layers * experts + 7) // 8), np.uint8)
     choose(np.ascontiguousarray(routing_NLE, np.float32), top_k, out, workspace(3 * top_k + 8))
     return out

@@ -12,6 +12,7 @@ of a state, L MoE layers, E experts, O = L * E.
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 import numpy as np
@@ -20,11 +21,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ecospec_kernels.checks import refuse
+
 Floats = NDArray[np.float32]
 SCALAR_UNIT = 4.0  # divisor that brings log p, rank, depth and entropy near unit size
 LOG_P_FLOOR = -20.0  # nats; a drafter may report -inf for a token it rules out
 HALF_MAX = float(torch.finfo(torch.float16).max)
 EPSILON = 1e-5  # of the normalisation
+OUT_OF_RANGE = "predict_pool: a node names a parent or a state that is not there"
 # Matrices [outputs, inputs] and biases of the layers that `Weights` holds, under the names of `predictor.safetensors`.
 LAYERS = (
     "inputs", "middle", "routing",
@@ -36,16 +40,31 @@ class Weights:
     """The fitted network, fp32: a matrix and a bias for each of LAYERS."""
 
     def __init__(self, tensors: dict[str, Tensor]):
-        """From a state dict; KeyError if a layer is missing."""
+        """From a state dict; KeyError if a layer is missing, ValueError if the layers' shapes do not fit together."""
         self.matrices, self.biases = (
             [tensors[f"{layer}.{part}"].detach().float().contiguous() for layer in LAYERS]
             for part in ("weight", "bias")
         )
+        refuse("predict_pool", _misfit(self.matrices, self.biases))
         self.places = np.array([t.data_ptr() for t in (*self.matrices, *self.biases)], np.int64)
         trunk, mixed, inner = (len(self.biases[i]) for i in (0, 3, 5))
         self.widths = trunk, mixed, inner
         # Whether the CPU kernel takes it: only the last two layers have fewer than 8 inputs or outputs.
         self.fits = all(m.is_cpu and min(m.shape) >= 8 for m in self.matrices[:6])
+
+
+def _misfit(matrices: list[Tensor], biases: list[Tensor]) -> str | None:
+    """Which layer does not follow from the sizes of the others, if any."""
+    for name, matrix, bias in zip(LAYERS, matrices, biases, strict=True):
+        if matrix.dim() != 2 or bias.shape != matrix.shape[:1]:
+            return f"{name} has a matrix {list(matrix.shape)} and a bias {list(bias.shape)}"
+    width, mixed, inner, hidden, state = *(len(biases[i]) for i in (0, 3, 5)), *(matrices[i].shape[1] for i in (3, 4))
+    wanted = ((width, 2 * hidden + state + 4), (width, width), (len(biases[2]), width),
+              (mixed, hidden), (mixed, state), (inner, mixed + 4), (1, 4), (1, inner))  # fmt: skip
+    for name, matrix, shape in zip(LAYERS, matrices, wanted, strict=True):
+        if matrix.shape != shape:
+            return f"{name} has shape {list(matrix.shape)}, not {list(shape)}"
+    return None
 
 
 class Tree(Protocol):
@@ -80,6 +99,21 @@ class Tree(Protocol):
         """[s]"""
 
 
+def invalid(w: Weights, embedding_NH: Floats, tree: Tree) -> str | None:
+    """What array has not the shape that the weights and the others ask for, if any: a kernel knows them by addresses alone."""
+    if embedding_NH.ndim != 2 or tree.states.ndim != 2 or not len(embedding_NH) or not len(tree.states):
+        return f"embeddings {list(embedding_NH.shape)} and states {list(tree.states.shape)}: rows of both are wanted"
+    hidden, state = (w.matrices[i].shape[1] for i in (3, 4))
+    if (embedding_NH.shape[1], tree.states.shape[1]) != (hidden, state):
+        found = f"{embedding_NH.shape[1]} and states of {tree.states.shape[1]} numbers"
+        return f"embeddings of {found}; the network reads {hidden} and {state}"
+    shape = (len(embedding_NH) - 1,)
+    for name in ("parents", "state_rows", "log_probs", "ranks", "depths"):
+        if getattr(tree, name).shape != shape:
+            return f"{name} has shape {list(getattr(tree, name).shape)}, not {list(shape)}"
+    return None if tree.entropies.ndim == 1 else f"entropies have shape {list(tree.entropies.shape)}"
+
+
 def recorded(values: Tensor) -> Tensor:
     """Values as traces hold them, rounded to float16: float32."""
     return values.float().clamp(-HALF_MAX, HALF_MAX).half().float()
@@ -105,7 +139,20 @@ def clean_scalars(scalars_N4: Floats) -> Floats:
 
 @torch.no_grad()
 def predict_pool(w: Weights, embedding_NH: Floats, tree: Tree, shrinkage: float) -> tuple[Floats, Floats]:
-    """-> routing logits `[N, O]` and acceptance logits `[N]`, fp32."""
+    """-> routing logits `[N, O]` and acceptance logits `[N]`, fp32.
+
+    ValueError for what `invalid` names, IndexError for a parent or state row out of range.
+    """
+    refuse("predict_pool", invalid(w, embedding_NH, tree))
+    nodes, known = (
+        len(tree.parents),
+        min(len(tree.entropies), len(tree.states) if len(tree.states) > 1 else sys.maxsize),
+    )
+    if not (
+        ((tree.parents >= -1) & (tree.parents < nodes)).all()
+        and ((tree.state_rows >= 0) & (tree.state_rows < known)).all()
+    ):
+        raise IndexError(OUT_OF_RANGE)
 
     def layer(number: int, x: Tensor) -> Tensor:
         return F.linear(x, w.matrices[number], w.biases[number])
