@@ -50,8 +50,8 @@ def form(
     if backend == HIP:  # 64 KB of shared memory
         few = dtype is torch.float32 or (additive and r > 16)  # more keys of an additive mask spill there
         return Form(min(r, 32), 16 if few else 32, a, b, v, 4, 1)
-    if dtype is torch.float32:  # products on vector units hold the keys in registers: 32 of them spill
-        return Form(r, 16, a, b, v, 8, 2)
+    if dtype is torch.float32:  # products on vector units hold the keys in registers, and spill with 32
+        return Form(r, 16, a, b, v, 8, 2 if wide else 1)
     if wide:
         return Form(r, 64, a, b, v, 8, 2)
     split = b > 0 and r == 32  # a head in two parts: fewer keys instead of more warps, else some chip's compiler spills
