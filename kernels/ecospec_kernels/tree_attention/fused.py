@@ -48,14 +48,14 @@ def form(
     wide = max(a, v) > 256
     r = 16 if wide or dtype is torch.float32 or rows <= 16 else 32 if rows <= 32 or max(a, v) > 128 else 64
     if backend == HIP:  # 64 KB of shared memory
-        few = (wide and dtype is torch.float32) or (additive and r > 16)  # more keys of an additive mask spill there
+        few = dtype is torch.float32 or (additive and r > 16)  # more keys of an additive mask spill there
         return Form(min(r, 32), 16 if few else 32, a, b, v, 4, 1)
+    if dtype is torch.float32:  # products on vector units hold the keys in registers, and spill with 32
+        return Form(r, 16, a, b, v, 8, 2 if wide else 1)
     if wide:
-        return Form(r, 16 if dtype is torch.float32 else 64, a, b, v, 8, 2)
-    if dtype is torch.float32 and a > 64:  # products on vector units hold the keys in registers
-        return Form(r, 32, a, b, v, 8, 1)
+        return Form(r, 64, a, b, v, 8, 2)
     split = b > 0 and r == 32  # a head in two parts: fewer keys instead of more warps, else some chip's compiler spills
-    keys = 32 if max(a, v) > 128 or dtype is torch.float32 or split else 64
+    keys = 32 if max(a, v) > 128 or split else 64
     return Form(r, keys, a, b, v, 8 if r > 16 and max(a, v) > 64 and not split else 4, 2)
 
 
