@@ -120,8 +120,10 @@ def why_stale(stage: Stage) -> str | None:
     for key in sorted({*record.settings, *now}):
         if key not in record.settings or key not in now or record.settings[key] != now[key]:
             return f"setting {key} changed"
-    if record.environment != environment(stage):
-        return "another machine, thread count or library version"
+    around = environment(stage)
+    other = [key for key in sorted({*record.environment, *around}) if record.environment.get(key) != around.get(key)]
+    if other:
+        return "measured with other " + " and ".join(other)
     changed = difference(record.inputs, inputs(stage))
     if changed is not None:
         return f"input {changed}"

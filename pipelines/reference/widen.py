@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ecospec_runtime.checkpoint import fingerprint, read_config, weight_files
+from ecospec_runtime.console import note
 from ecospec_runtime.errors import UserError
 
 _EXPERT = re.compile(
@@ -222,10 +223,13 @@ def choose_width(folder: Path, share: float = 0.5, rounds: int = 4, steps: int =
         per_unit, rest_per_unit = (experts[1] - experts[0]) / apart, max(0.0, (rest[1] - rest[0]) / apart)
         steepness = per_unit - ratio * rest_per_unit
         if steepness <= 0:
-            raise UserError(
-                f"at widths {widths} experts take {experts} ms and the rest {rest} ms, so that no width gives a share of {share}; "
-                "is the machine busy?"
-            )
+            found = f"at widths {widths} experts take {experts} ms and the rest {rest} ms"
+            if per_unit <= 0:
+                raise UserError(
+                    f"{found}, as if width cost nothing: the machine is too busy; try again when it is idle"
+                )
+            note(f"widen: warning: {found}; the machine seems busy, and the share of experts may not be {share}")
+            steepness = per_unit  # as if the rest did not grow
         width = round((widths[1] + (ratio * rest[1] - experts[1]) / steepness) / 16) * 16
     return max(units, width), {"widths": list(widths), "experts_ms": experts, "rest_ms": rest, "ms_per_unit": per_unit}
 

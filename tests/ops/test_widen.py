@@ -15,6 +15,7 @@ from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.target import Target
 from pipelines.reference import mtp
+from pipelines.reference import widen as widening
 from pipelines.reference.widen import copies, widen, widen_tensor
 from tests.models import save_model
 
@@ -125,3 +126,16 @@ def test_deepseek(tmp_path: Path) -> None:
         fingerprints.append(drafter.fingerprint)
     assert pools[0].tokens.tolist() == pools[1].tokens.tolist()
     assert len(set(fingerprints)) == 1
+
+
+def test_a_busy_machine_still_gets_a_width(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noise may make the rest of a step grow faster than the experts; only experts that get cheaper give nothing to go by."""
+    monkeypatch.setattr(widening, "_measure", lambda *_: ([1.0, 2.0], [1.0, 2.5]))
+    width, measured = widening.choose_width(tiny_target_dir, 0.5)
+    assert width == measured["widths"][1] + round(0.5 * measured["widths"][0] / 16) * 16
+    assert "machine seems busy" in capsys.readouterr().err
+    monkeypatch.setattr(widening, "_measure", lambda *_: ([2.0, 1.9], [1.0, 1.0]))
+    with pytest.raises(UserError, match="too busy"):
+        widening.choose_width(tiny_target_dir, 0.5)
