@@ -46,7 +46,9 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[str | None, typer.Option(help="cpu (default), cuda, cuda:1, ...")]
 DeviceMapOption = Annotated[
     str | None,
-    typer.Option(help="Spread the target over devices: auto, balanced, ..., or module names to devices, as JSON text or file."),
+    typer.Option(
+        help="Spread the target over devices: auto, balanced, ..., or module names to devices, as JSON text or file."
+    ),
 ]
 TpOption = Annotated[int, typer.Option(min=1, help="Processes of a torchrun that share every layer.")]
 ThreadsOption = Annotated[
