@@ -68,6 +68,7 @@ def test_a_head_that_shares_the_targets_embedding_goes_on_sharing_it(
 
 
 def test_unrolled_steps_are_what_drafting_computes(folder: Path, target: Target) -> None:
+    """Up to the 16 bits of mantissa that states keep in products with bf16 matrices on processors with AVX512-BF16."""
     drafter: Any = load_drafter(folder, target)
     generator = torch.Generator().manual_seed(6)
     ids, start, steps = torch.randint(1, 96, (24,), generator=generator), 9, 4
@@ -81,11 +82,11 @@ def test_unrolled_steps_are_what_drafting_computes(folder: Path, target: Target)
         embed = head.embed_tokens(ids)
         unroll = reference.Unroll(head.weights(), embed[None], features[None], rope_tables(head.config, 64))
         first = unroll.first()[0]
-        torch.testing.assert_close(first[: start + 1], sequence.states[: start + 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(first[: start + 1], sequence.states[: start + 1], rtol=1e-4, atol=5e-4)
         unroll.choose(torch.tensor([2, start]))
         for k in range(1, steps + 1):
             state = unroll.step(k)[0, 1]
-            torch.testing.assert_close(state, torch.from_numpy(pool.states[1 + k]), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(state, torch.from_numpy(pool.states[1 + k]), rtol=1e-4, atol=5e-4)
 
 
 def test_teacher_gives_the_layers_and_probabilities_that_drafting_meets(folder: Path, target: Target) -> None:
