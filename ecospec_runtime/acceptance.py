@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from ecospec_kernels.predict_pool.reference import scalars_of
+from ecospec_kernels.predict_pool.inputs import scalars_of
 from ecospec_runtime.config import read_model
 from ecospec_runtime.pool import Floats, Ints, Pool
 

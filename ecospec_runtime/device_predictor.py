@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ecospec_kernels import dispatch
-from ecospec_kernels.predict_pool.reference import LOG_P_FLOOR, SCALAR_UNIT, recorded
+from ecospec_kernels.predict_pool.inputs import LOG_P_FLOOR, SCALAR_UNIT, SCALARS
+from ecospec_kernels.predict_pool.reference import recorded
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.predictor import SCALARS, WEIGHTS_FILE, PredictorManifest, PredictorShapes, same_drafter
+from ecospec_runtime.predictor import WEIGHTS_FILE, PredictorManifest, PredictorShapes, same_drafter
 
 if TYPE_CHECKING:
     from ecospec_runtime.drafters.base import Drafter

@@ -2,7 +2,7 @@
 
 A predictor folder holds `predictor.onnx`, the same weights as `predictor.safetensors`, `acceptance.json`, `metrics.json` and
 `manifest.json`. The network runs through onnxruntime; trees of a decoding step, where the safetensors hold what the ONNX
-file does, by the op `predict_pool`, which takes a fifth of the time. Row 0 of every input is the root, the pool's nodes follow. Inputs:
+file does, by the op `predict_pool`. Row 0 of every input is the root, the pool's nodes follow. Inputs:
 `embedding` of the token, `parent` the embedding of its parent's token (zeros for the root), `state` of the drafter that
 proposed it (or the target's last hidden state: see `pool.Features`), `scalars` log p, rank, depth and the entropy there.
 
@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 
 from ecospec_kernels import dispatch
 from ecospec_kernels.predict_pool import reference
-from ecospec_kernels.predict_pool.reference import Weights, recorded, scalars_of
+from ecospec_kernels.predict_pool.inputs import SCALARS, scalars_of
+from ecospec_kernels.predict_pool.reference import Weights, recorded
 from ecospec_runtime.acceptance import AcceptanceModel
 from ecospec_runtime.config import PoolConfig, read_model
 from ecospec_runtime.errors import UserError
@@ -34,7 +35,6 @@ ONNX_FILE = "predictor.onnx"
 WEIGHTS_FILE = "predictor.safetensors"
 METRICS_FILE = "metrics.json"
 MANIFEST_FILE = "manifest.json"
-SCALARS = 4
 AGREE = 1e-3  # most that op and ONNX file may differ, of the largest output: both are fp32
 
 Embed = Callable[[Ints], Floats]  # tokens [N] -> embeddings [N, H] float32

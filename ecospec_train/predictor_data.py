@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ecospec_kernels.predict_pool.reference import clean_scalars
+from ecospec_kernels.predict_pool.inputs import clean_scalars
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Floats, Ints
 from ecospec_runtime.predictor import Embed

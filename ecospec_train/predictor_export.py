@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from ecospec_kernels.predict_pool.inputs import SCALARS
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.predictor import ONNX_FILE, SCALARS, WEIGHTS_FILE, check_interface, open_session
+from ecospec_runtime.predictor import ONNX_FILE, WEIGHTS_FILE, check_interface, open_session
 from ecospec_train.predictor_model import PredictorNetwork
 
 INPUTS = ("embedding", "parent", "state", "scalars")

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ecospec_kernels.predict_pool.reference import SCALAR_UNIT
+from ecospec_kernels.predict_pool.inputs import SCALAR_UNIT, SCALARS
 from ecospec_runtime.acceptance import LOGIT_BOUND, LogisticWeights
 from ecospec_runtime.device_predictor import RoutingNetwork
 from ecospec_runtime.errors import UserError
-from ecospec_runtime.predictor import SCALARS, PredictorShapes
+from ecospec_runtime.predictor import PredictorShapes
 from ecospec_train.predictor_data import Batch
 
 ACCEPTANCE_WIDTH, ACCEPTANCE_HIDDEN = 16, 32

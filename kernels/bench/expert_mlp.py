@@ -2,7 +2,7 @@
 
     python kernels/bench/expert_mlp.py [--hidden 256 --units 448 --experts 48 --layers 7 --repeats 30 --small-pages]
 
-Correctness first: each case must agree with the reference. Then, for r = 1-4 rows per touched expert, microseconds per
+Correctness first: each case must agree with the reference. Then, for r = 1-8 rows per touched expert, microseconds per
 touched expert, GB/s of weights and the ratio to the streaming read, all measured in turns in the same run on one core.
 Each figure is the median over places in memory of the minimum over repeats: a shared machine only ever adds time. The
 weights of all layers must exceed the last-level cache severalfold, or the figures mean nothing.

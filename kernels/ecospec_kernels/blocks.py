@@ -156,6 +156,23 @@ def write_row(row: int, columns: int, bf16: bool, address: int) -> None:
             out[i] = values[i]
 
 
+@numba.njit(nogil=True)
+def largest(row: int, count: int, width: int, top: int, ids: int) -> None:
+    """The `width` largest of `count` fp32 numbers, falling, into `top` (fp32) and their places into `ids` (int64); of equal ones the first."""
+    x, value, place = view(row, count, np.float32), view(top, width, np.float32), view(ids, width, np.int64)
+    value[:] = -np.inf
+    place[:] = 0
+    floor = np.float32(-np.inf)
+    for i in range(count):
+        if x[i] > floor or (i < width and x[i] == x[i]):  # -inf too, while there is room
+            j = min(i, width - 1)
+            while j > 0 and x[i] > value[j - 1]:
+                value[j], place[j] = value[j - 1], place[j - 1]
+                j -= 1
+            value[j], place[j] = x[i], i
+            floor = value[width - 1]
+
+
 _local = threading.local()
 
 

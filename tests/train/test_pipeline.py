@@ -6,6 +6,8 @@ import errno
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +375,13 @@ def test_help_shows_the_defaults_that_the_settings_have(stage: str) -> None:
         if name in shown and isinstance(field.default, int | float | str):
             value = "20GB" if key == "max_disk" else field.default
             assert re.search(rf"\[default: {value}[];]", re.split(" --[a-z-]+ ", shown.partition(name)[2])[0]), key
+
+
+def test_settings_and_help_load_no_model_library() -> None:
+    """Or every `--help` and every mistake in an option would wait seconds for torch."""
+    code = "import sys, ecospec_train.cli; print(sorted({'torch', 'lightning', 'transformers', 'onnxruntime'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
 
 
 def test_version() -> None:

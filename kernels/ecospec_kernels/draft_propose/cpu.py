@@ -7,26 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecospec_kernels.blocks import LANES, compiled, exp, view, workspace
+from ecospec_kernels.blocks import LANES, compiled, exp, largest, view, workspace
 from ecospec_kernels.draft_layer.cpu import product, rms
 from ecospec_kernels.draft_propose.reference import Proposals
-
-
-@numba.njit(nogil=True)
-def _best(logits: int, vocabulary: int, width: int, top: int, ids: int) -> None:
-    """The `width` largest logits, falling, and their places."""
-    x, value, place = view(logits, vocabulary, np.float32), view(top, width, np.float32), view(ids, width, np.int64)
-    value[:] = -np.inf
-    place[:] = 0
-    floor = np.float32(-np.inf)
-    for i in range(vocabulary):
-        if x[i] > floor or (i < width and x[i] == x[i]):  # -inf too, while there is room
-            j = min(i, width - 1)
-            while j > 0 and x[i] > value[j - 1]:
-                value[j], place[j] = value[j - 1], place[j - 1]
-                j -= 1
-            value[j], place[j] = x[i], i
-            floor = value[width - 1]
 
 
 @numba.njit(nogil=True)
@@ -59,7 +42,7 @@ def describe(logits: int, n: int, vocabulary: int, width: int, temperatures: int
         row, best = logits + t * vocabulary * 4, log_probs + t * width * 4
         if noise:
             _add(row, noise + t * noise_stride, vocabulary)
-        _best(row, vocabulary, width, best, ids + t * width * 8)
+        largest(row, vocabulary, width, best, ids + t * width * 8)
         values = view(best, width, np.float32)
         top = values[0]
         total, moment = _sums(row, vocabulary, top, 1.0)

@@ -12,22 +12,12 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from ecospec_kernels.blocks import LANES, bits_of_float, compiled, exp, float_of_bits, view, workspace
+from ecospec_kernels.blocks import LANES, bits_of_float, compiled, exp, float_of_bits, largest, view, workspace
 from ecospec_kernels.checks import refuse
 from ecospec_kernels.draft_layer.cpu import product
-from ecospec_kernels.predict_pool.reference import (
-    EPSILON,
-    HALF_MAX,
-    LOG_P_FLOOR,
-    OUT_OF_RANGE,
-    SCALAR_UNIT,
-    Floats,
-    Tree,
-    Weights,
-    invalid,
-)
+from ecospec_kernels.predict_pool.inputs import LOG_P_FLOOR, SCALAR_UNIT, SCALARS, Floats, Tree
+from ecospec_kernels.predict_pool.reference import EPSILON, HALF_MAX, OUT_OF_RANGE, Weights, invalid
 
-SCALARS = 4
 HALF_NORMAL = 2.0**-14  # the least float16 of full precision; below, they are multiples of 2^-24
 
 
@@ -237,7 +227,7 @@ def predict_pool(w: Weights, embedding_NH: Floats, tree: Tree, shrinkage: float)
 @numba.njit(nogil=True)
 def _prefer(x: int, experts: int, top_k: int, row: int, values: int, chosen: int) -> None:
     """The `top_k` largest of a row and layer, or what stands in for unknown ones: see the reference."""
-    logits, value, place = view(x, experts, np.float32), view(values, top_k, np.float32), view(chosen, top_k, np.int64)
+    logits, place = view(x, experts, np.float32), view(chosen, top_k, np.int64)
     total = np.float32(0.0)
     for i in range(experts):
         total += logits[i] * np.float32(0.0)  # NaN if any is not finite
@@ -245,16 +235,7 @@ def _prefer(x: int, experts: int, top_k: int, row: int, values: int, chosen: int
         for i in range(top_k):
             place[i] = (row * top_k + i) % experts
         return
-    value[:] = -np.inf
-    floor = np.float32(-np.inf)
-    for i in range(experts):
-        if logits[i] > floor or i < top_k:
-            j = min(i, top_k - 1)
-            while j > 0 and logits[i] > value[j - 1]:
-                value[j], place[j] = value[j - 1], place[j - 1]
-                j -= 1
-            value[j], place[j] = logits[i], i
-            floor = value[top_k - 1]
+    largest(x, experts, top_k, values, chosen)
 
 
 @compiled

@@ -13,7 +13,6 @@ of a state, L MoE layers, E experts, O = L * E.
 from __future__ import annotations
 
 import sys
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,10 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ecospec_kernels.checks import refuse
+from ecospec_kernels.predict_pool.inputs import SCALAR_UNIT, SCALARS, Floats, Tree, scalars_of
 
-Floats = NDArray[np.float32]
-SCALAR_UNIT = 4.0  # divisor that brings log p, rank, depth and entropy near unit size
-LOG_P_FLOOR = -20.0  # nats; a drafter may report -inf for a token it rules out
 HALF_MAX = float(torch.finfo(torch.float16).max)
 EPSILON = 1e-5  # of the normalisation
 OUT_OF_RANGE = "predict_pool: a node names a parent or a state that is not there"
@@ -59,44 +56,12 @@ def _misfit(matrices: list[Tensor], biases: list[Tensor]) -> str | None:
         if matrix.dim() != 2 or bias.shape != matrix.shape[:1]:
             return f"{name} has a matrix {list(matrix.shape)} and a bias {list(bias.shape)}"
     width, mixed, inner, hidden, state = *(len(biases[i]) for i in (0, 3, 5)), *(matrices[i].shape[1] for i in (3, 4))
-    wanted = ((width, 2 * hidden + state + 4), (width, width), (len(biases[2]), width),
-              (mixed, hidden), (mixed, state), (inner, mixed + 4), (1, 4), (1, inner))  # fmt: skip
+    wanted = ((width, 2 * hidden + state + SCALARS), (width, width), (len(biases[2]), width),
+              (mixed, hidden), (mixed, state), (inner, mixed + SCALARS), (1, SCALARS), (1, inner))  # fmt: skip
     for name, matrix, shape in zip(LAYERS, matrices, wanted, strict=True):
         if matrix.shape != shape:
             return f"{name} has shape {list(matrix.shape)}, not {list(shape)}"
     return None
-
-
-class Tree(Protocol):
-    """What the network reads of a candidate tree, such as `ecospec_runtime.pool.Pool`."""
-
-    @property
-    def parents(self) -> NDArray[np.int64]:
-        """[n], -1 for a child of the root."""
-
-    @property
-    def state_rows(self) -> NDArray[np.int64]:
-        """[n], the state that proposed the node."""
-
-    @property
-    def log_probs(self) -> NDArray[np.float32]:
-        """[n]"""
-
-    @property
-    def ranks(self) -> NDArray[np.int64]:
-        """[n]"""
-
-    @property
-    def depths(self) -> NDArray[np.int64]:
-        """[n]"""
-
-    @property
-    def states(self) -> NDArray[np.float32]:
-        """[s, d], row 0 before the root; or [1, d], which all rows share."""
-
-    @property
-    def entropies(self) -> NDArray[np.float32]:
-        """[s]"""
 
 
 def invalid(w: Weights, embedding_NH: Floats, tree: Tree) -> str | None:
@@ -117,24 +82,6 @@ def invalid(w: Weights, embedding_NH: Floats, tree: Tree) -> str | None:
 def recorded(values: Tensor) -> Tensor:
     """Values as traces hold them, rounded to float16: float32."""
     return values.float().clamp(-HALF_MAX, HALF_MAX).half().float()
-
-
-def scalars_of(tree: Tree) -> Floats:
-    """log p, rank, depth and entropy of every row [N, 4]; what is not finite becomes 0, or LOG_P_FLOOR."""
-    n = len(tree.parents)
-    out = np.zeros((n + 1, 4), np.float32)
-    out[1:, 0], out[1:, 1], out[1:, 2] = tree.log_probs, tree.ranks, tree.depths
-    out[0, 3] = tree.entropies[0] if len(tree.entropies) else 0.0
-    out[1:, 3] = tree.entropies[tree.state_rows]
-    return clean_scalars(out)
-
-
-def clean_scalars(scalars_N4: Floats) -> Floats:
-    """Make scalars finite, in place: see `scalars_of`."""
-    if not np.isfinite(scalars_N4).all():
-        np.nan_to_num(scalars_N4, copy=False, nan=0.0, posinf=0.0, neginf=LOG_P_FLOOR)
-    np.maximum(scalars_N4[:, 0], LOG_P_FLOOR, out=scalars_N4[:, 0])
-    return scalars_N4
 
 
 @torch.no_grad()
