@@ -4,6 +4,7 @@
 set -euo pipefail
 VENV=${VENV:-.venv} MODEL=${MODEL:-pipelines/reference/model} RUN=${RUN:-runs/quickstart}
 THREADS=${THREADS:-1} PROMPTS=${PROMPTS:-32} TOKENS=${TOKENS:-48} SCREEN=${SCREEN:-4}
+TEXTS=${TEXTS:-400}  # prompts to learn from
 SET=${SET:-}  # further key=value of the pipeline
 DRAFTER="$MODEL/drafter"
 [ -d "$DRAFTER" ] || DRAFTER="$MODEL/target"  # a layer in the target's checkpoint drafts
@@ -21,7 +22,7 @@ step "widen the reference target until experts are half of a plain step"
 "$PYTHON" -m pipelines.reference.widen --source "$MODEL/target" --out "$RUN/target" --share 0.5
 
 step "prompts of held-out packages: one set to learn from, another to be measured on"
-"$PYTHON" -m pipelines.reference.corpus --prompts harvest --count 400 --out "$RUN/harvest.jsonl"
+"$PYTHON" -m pipelines.reference.corpus --prompts harvest --count "$TEXTS" --out "$RUN/harvest.jsonl"
 "$PYTHON" -m pipelines.reference.corpus --prompts bench --count "$PROMPTS" --out "$RUN/bench.jsonl"
 
 step "harvest, fit, profile, tune, export"

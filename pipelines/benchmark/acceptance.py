@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ecospec_runtime.acceptance import KINDS, LOGIT_BOUND, acceptance
 from ecospec_runtime.config import read_model
+from ecospec_runtime.console import check_writable
 from ecospec_runtime.device_profile import DeviceProfile
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.policies import PolicySpec, parse_policy
@@ -237,11 +238,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=Path, help="the harvest's prompts, to tell prose from code")
     parser.add_argument("--policy", default="throughput", help="whose speed is replayed")
     a = parser.parse_args(arguments)
-    traces, predictor = Traces(a.traces), Predictor.from_folder(a.predictor)
-    profile = read_model(a.profile, DeviceProfile, "`ecospec-train profile` writes one")
-    figures, panels = measure(
-        traces, predictor, profile, prompt_texts(a.prompts, traces) if a.prompts else None, a.policy
-    )
+    try:
+        a.out.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(a.out)
+        traces, predictor = Traces(a.traces), Predictor.from_folder(a.predictor)
+        profile = read_model(a.profile, DeviceProfile, "`ecospec-train profile` writes one")
+        prompts = prompt_texts(a.prompts, traces) if a.prompts else None
+        figures, panels = measure(traces, predictor, profile, prompts, a.policy)
+    except (UserError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
     given = " ".join(f"--{k} {v}" for k, v in vars(a).items() if v is not None)
     result = {"command": f"python -m pipelines.benchmark.acceptance {given}", "policy": a.policy,
               "device": profile.slug, "groups": figures}  # fmt: skip

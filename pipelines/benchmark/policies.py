@@ -55,11 +55,16 @@ def compare(settings: Settings) -> dict[str, Any]:
         tuned.append((material, find(material)))
     tables = []
     for material, found in tuned:
-        replayed, positions = confirm(material, found)
+        replayed = confirm(material, found)
         temperature = material.traces.manifest.temperature
         decoded, samples, others = decode(settings, engine, prompts, specs_of(found), temperature)
         rows = figures(decoded, samples, found.results, replayed)
-        divided = {"tuning": len(material.tuning), "confirming": len(material.confirming), "positions": positions}
+        confirming = material.confirming_rows
+        divided = {
+            "tuning": len(material.tuning_rows.prompts),
+            "confirming": len(confirming.prompts),
+            "positions": len(confirming),
+        }
         tables.append({"temperature": temperature, "prompts": divided, "made_with": found.made_with,
                        "other_load": others, "rows": rows, "bars": bars(rows, profile)})  # fmt: skip
     return {

@@ -99,9 +99,15 @@ class Material:
         predictor = predictor_id(self.settings.run / "predictor")
         return chosen | {"profile": profile, "predictor": predictor, "traces": fingerprint(self.traces)}
 
-    def rows(self, prompts: set[int]) -> ReplayRows:
-        """Scored positions of some prompts."""
-        return load_rows(self.traces, self.predictor, prompts, self.settings.positions)
+    @cached_property
+    def tuning_rows(self) -> ReplayRows:
+        """Scored positions to tune on: whole prompts of `tuning`, until there are enough."""
+        return load_rows(self.traces, self.predictor, self.tuning, self.settings.positions)
+
+    @cached_property
+    def confirming_rows(self) -> ReplayRows:
+        """The same of `confirming`."""
+        return load_rows(self.traces, self.predictor, self.confirming, self.settings.positions)
 
 
 def prepare(settings: Settings, predictor: Predictor, profile: DeviceProfile, temperature: float) -> Material:
@@ -165,7 +171,7 @@ def find(material: Material) -> Found:
     if not missing and ORACLE in results:
         note(f"policies: temperature {temperature:g} as {material.file} has it")
         return Found(made_with=material.made_with, results=results)
-    rows = material.rows(material.tuning)
+    rows = material.tuning_rows
     off = replay(OFF, rows, material.profile).tokens_per_ms
     note(f"policies: temperature {temperature:g}, {len(rows)} positions of {len(rows.prompts)} prompts to tune on")
     with Steps("policies: tuning", len(ENTRIES) + 1, len(results)) as steps:
@@ -211,9 +217,9 @@ def specs_of(found: Found) -> dict[str, PolicySpec]:
     return {entry.name: parse_policy(found.results[entry.name]["policy"]) for entry in ENTRIES}
 
 
-def confirm(material: Material, found: Found) -> tuple[dict[str, ReplayResult], int]:
-    """Every policy, `off` and the oracle replayed on prompts that nothing was tuned on, and the number of positions."""
-    rows, profile = material.rows(material.confirming), material.profile
+def confirm(material: Material, found: Found) -> dict[str, ReplayResult]:
+    """Every policy, `off` and the oracle replayed on prompts that nothing was tuned on."""
+    rows, profile = material.confirming_rows, material.profile
     results = {name: replay(spec, rows, profile) for name, spec in ({"off": OFF} | specs_of(found)).items()}
     ideal = parse_policy(found.results[ORACLE]["policy"])
-    return results | {ORACLE: replay(ideal, rows, material.free, oracle=True)}, len(rows)
+    return results | {ORACLE: replay(ideal, rows, material.free, oracle=True)}

@@ -22,9 +22,10 @@ import torch
 import transformers
 
 from ecospec_runtime.config import GenerationConfig, PoolConfig
-from ecospec_runtime.console import write_json
+from ecospec_runtime.console import check_writable, write_json
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.drafters.base import Drafter
+from ecospec_runtime.errors import UserError
 from ecospec_runtime.machine import device_name
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.prompts import read_prompts
@@ -110,9 +111,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=32, help="prompts, the first of the file")
     parser.add_argument("--tokens", type=int, default=48)
     a = parser.parse_args(arguments)
-    target = Target.from_pretrained(a.target, "float32")
-    drafter = load_drafter(a.drafter, target, "float32")
-    prompts = [p.encode(target.tokenizer, 192) for p in read_prompts(a.prompts, target.tokenizer)[: a.count]]
+    try:
+        check_writable(a.out)
+        target = Target.from_pretrained(a.target, "float32")
+        drafter = load_drafter(a.drafter, target, "float32")
+        prompts = [p.encode(target.tokenizer, 192) for p in read_prompts(a.prompts, target.tokenizer)[: a.count]]
+    except (UserError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
     given = " ".join(f"--{k} {v}" for k, v in vars(a).items())
     result = {
         "command": f"python -m pipelines.benchmark.sampling {given}", "prompts": len(prompts), "device": device_name(),

@@ -145,6 +145,13 @@ def test_every_policy_is_tuned_on_some_prompts_and_confirmed_on_others(finished:
         )
 
 
+def test_positions_bound_the_prompts_that_are_told(finished: Path, tiny_drafter_dir: Path) -> None:
+    settings = Settings(run=finished, drafter=str(tiny_drafter_dir), temperatures=(0.0,), positions=1)
+    material = prepare(settings, opinions(finished), load_profile(finished / "profile.json"), 0.0)
+    assert len(material.tuning_rows.prompts) == 1 < len(material.tuning)
+    assert tables_of(finished)[0]["prompts"]["tuning"] == len(material.tuning)  # all of them where nothing was cut
+
+
 def test_files_say_the_same(finished: Path) -> None:
     text = (finished / "out/policies.md").read_text()
     assert (finished / "out/policies.png").read_bytes().startswith(b"\x89PNG")
@@ -249,7 +256,7 @@ def test_the_oracle_is_no_worse_than_the_policy_that_it_bounds(finished: Path, m
     profile, predictor = load_profile(finished / "profile.json"), opinions(finished)
     settings = Settings(run=finished, drafter="", temperatures=(0.0,))
     material = prepare(settings, predictor, profile, 0.0)
-    rows, ours = material.rows(material.tuning), parse_policy("throughput:price=0.1,acceptance=raw,pause=0")
+    rows, ours = material.tuning_rows, parse_policy("throughput:price=0.1,acceptance=raw,pause=0")
     assert (material.free.predict_ms, material.free.predict_node_ms) == (0.0, 0.0)
     off = policies_tuning.OFF, replay(policies_tuning.OFF, rows, profile)
     monkeypatch.setattr(policies_tuning, "tune_entry", lambda *_, **__: off)
