@@ -2,7 +2,8 @@
 
     python -m pipelines.benchmark.acceptance --traces DIR --predictor DIR --profile FILE --out docs/acceptance.md [--prompts FILE]
 
-Reads the prompts that the predictor's fit never saw. Writes the Markdown, and beside it the same figures as JSON and the
+Reads the prompts that the predictor's fit never saw; with `--unseen` all, of traces that the fit had no part of (another
+temperature, another kind of text). Writes the Markdown, and beside it the same figures as JSON and the
 reliability plots as PNG. Texts are told apart by what was generated: `loops` (a tenth of the tokens or more inside a repeat),
 which the other groups leave out; `template` (half of the 4-grams or more occur before, in this text or another one); with
 the harvest's `--prompts`, `prose` and `code` among the rest by the end of the prompt, else `other`.
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +39,7 @@ from ecospec_train.calibrate import calibration_error, log_loss
 from ecospec_train.reliability import plot_reliability
 from ecospec_train.replay import ReplayRows, load_rows, replay, replay_at_best_price
 from ecospec_train.traces import Traces
+from ecospec_train.tune import fingerprint
 
 LOOPS, TEMPLATE, PROSE = 0.1, 0.5, 0.75  # shares from which a text counts as one of loops, template, prose
 GRAM = 4
@@ -115,9 +119,23 @@ def truth(pool: Pool, next_tokens: Ints) -> tuple[Floats, NDArray[np.bool_]]:
     return label, judged
 
 
-def read_texts(traces: Traces, predictor: Predictor, told: Told) -> dict[int, Text]:
-    """The held-out texts by prompt id, in the order of the traces, scored as decoding scores; `told` learns their labels."""
-    held, embed = set(predictor.manifest.heldout_prompts), traces.embedding()
+def judged_prompts(traces: Traces, predictor: Predictor, unseen: bool) -> set[int]:
+    """The prompts to judge on: what the fit held out, or all of traces that it had no part of. UserError for the wrong case."""
+    fitted = predictor.manifest.traces == fingerprint(traces)
+    if unseen and fitted:
+        raise UserError(f"{traces.path}: the predictor was fitted on them; leave out --unseen")
+    if not unseen and not fitted:
+        raise UserError(
+            f"{traces.path}: not what the predictor was fitted on; add --unseen if it saw none of their prompts"
+        )
+    if unseen:
+        return {i for shard in traces.manifest.shards for i in shard.prompt_ids}
+    return set(predictor.manifest.heldout_prompts)
+
+
+def read_texts(traces: Traces, predictor: Predictor, told: Told, held: set[int]) -> dict[int, Text]:
+    """The texts `held` by prompt id, in the order of the traces, scored as decoding scores; `told` learns their labels."""
+    embed = traces.embedding()
     texts: dict[int, Text] = {}
     for shard in traces.shards():
         for row in np.flatnonzero(np.isin(shard.prompt_id, list(held))).tolist():
@@ -161,11 +179,11 @@ def replayed(policy: str, rows: ReplayRows, known: ReplayRows, profile: DevicePr
 
 
 def measure(
-    traces: Traces, predictor: Predictor, profile: DeviceProfile, prompts: list[str] | None, policy: str
+    traces: Traces, predictor: Predictor, profile: DeviceProfile, prompts: list[str] | None, policy: str, held: set[int]
 ) -> tuple[dict[str, Any], dict[str, tuple[dict[str, Floats], Floats]]]:
     """The figures by group of text, and the estimates and labels that the plots show."""
     told = Told(predictor)
-    texts = read_texts(traces, predictor, told)
+    texts = read_texts(traces, predictor, told, held)
     groups = text_groups([t.tokens for t in texts.values()], [prompts[i] for i in texts] if prompts else None)
     rows = load_rows(traces, predictor, set(texts))
     known = load_rows(traces, told, set(texts))  # type: ignore[arg-type]
@@ -237,20 +255,24 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--prompts", type=Path, help="the harvest's prompts, to tell prose from code")
     parser.add_argument("--policy", default="throughput", help="whose speed is replayed")
+    parser.add_argument(
+        "--unseen", action="store_true", help="traces that the predictor was not fitted on; no prompt of them either"
+    )
     a = parser.parse_args(arguments)
     try:
-        a.out.parent.mkdir(parents=True, exist_ok=True)
         check_writable(a.out)
         traces, predictor = Traces(a.traces), Predictor.from_folder(a.predictor)
         profile = read_model(a.profile, DeviceProfile, "`ecospec-train profile` writes one")
         prompts = prompt_texts(a.prompts, traces) if a.prompts else None
-        figures, panels = measure(traces, predictor, profile, prompts, a.policy)
+        held = judged_prompts(traces, predictor, a.unseen)
+        figures, panels = measure(traces, predictor, profile, prompts, a.policy, held)
     except (UserError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
-    given = " ".join(f"--{k} {v}" for k, v in vars(a).items() if v is not None)
+    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
     result = {"command": f"python -m pipelines.benchmark.acceptance {given}", "policy": a.policy,
               "device": profile.slug, "groups": figures}  # fmt: skip
     image = a.out.with_suffix(".png")
+    image.parent.mkdir(parents=True, exist_ok=True)
     plotted = plot_reliability({name: panel for name, panel in panels.items() if name != "all"}, image)
     a.out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     a.out.write_text(report(result, image.name if plotted else None), encoding="utf-8")

@@ -18,7 +18,16 @@ from ecospec_train.calibrate import calibration_error
 from ecospec_train.fit import FitConfig, fit
 from ecospec_train.reliability import RELIABILITY_PLOT, reliability
 from ecospec_train.traces import Traces
-from pipelines.benchmark.acceptance import Told, collect, main, prompt_texts, read_texts, text_groups, truth
+from pipelines.benchmark.acceptance import (
+    Told,
+    collect,
+    judged_prompts,
+    main,
+    prompt_texts,
+    read_texts,
+    text_groups,
+    truth,
+)
 from tests.train.invented import make_profile
 from tests.train.synthetic import EXPERTS, LAYERS, write_traces
 
@@ -45,9 +54,8 @@ def test_texts_are_told_apart_by_what_repeats() -> None:
 
 def test_nodes_are_judged_where_their_parent_is_reached(folders: tuple[Path, Path]) -> None:
     traces, predictor = Traces(folders[0]), Predictor.from_folder(folders[1])
-    predictor.manifest.heldout_prompts = list(range(10))
     told = Told(predictor)
-    texts = read_texts(traces, predictor, told)
+    texts = read_texts(traces, predictor, told, set(range(10)))
     scorer, embed = Scorer(told, "head", LAYERS, EXPERTS), traces.embedding()  # type: ignore[arg-type]
     judged = 0
     for shard in traces.shards():
@@ -82,6 +90,18 @@ def test_the_report_holds_every_kind_and_the_oracles_on_top(folders: tuple[Path,
     assert rates["both perfect"] >= rates["perfect acceptance"] * 0.999
     assert rates["perfect acceptance"] > max(rates[kind] for kind in KINDS)
     assert "both perfect" in out.read_text()
+
+
+def test_traces_are_judged_as_a_whole_only_where_the_fit_had_no_part_of_them(folders: tuple[Path, Path]) -> None:
+    traces, predictor = Traces(folders[0]), Predictor.from_folder(folders[1])
+    held = set(predictor.manifest.heldout_prompts)
+    assert judged_prompts(traces, predictor, unseen=False) == held
+    with pytest.raises(UserError, match="fitted on them; leave out --unseen"):
+        judged_prompts(traces, predictor, unseen=True)
+    predictor.manifest.traces = "others"
+    assert judged_prompts(traces, predictor, unseen=True) > held
+    with pytest.raises(UserError, match="add --unseen"):
+        judged_prompts(traces, predictor, unseen=False)
 
 
 def test_prompts_of_another_harvest_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
