@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ecospec_runtime.errors import UserError
 
 Milliseconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Network = Literal["none", "acceptance", "whole"]  # how much of the predictor a step runs
 
 
 @lru_cache(maxsize=64)
@@ -49,6 +50,8 @@ class DeviceProfile(BaseModel):
     draft_fixed_ms: Milliseconds = 0.0  # catch-up plus first level
     predict_ms: Milliseconds = 0.0  # prediction for a root
     predict_node_ms: Milliseconds = 0.0  # for each node of the pool beside it
+    accept_ms: Milliseconds | None = None  # this and the next: of acceptance alone; None, in older files: no less
+    accept_node_ms: Milliseconds | None = None
     select_ms: Milliseconds = 0.0
     other_load: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)  # cores that other processes used meanwhile
     heldout_error: float = Field(ge=0.0, allow_inf_nan=False)  # mean relative error on passes the fit has not seen
@@ -75,9 +78,21 @@ class DeviceProfile(BaseModel):
         fixed_ms = self.fixed_ms - (self.plain_saving_ms if nodes == 1 else 0.0)
         return fixed_ms + self.per_token_ms * nodes + self.per_expert_ms * reads + self.per_context_ms * context
 
-    def draft_ms(self, levels: int, expanded: int, nodes: int, predicts: bool = True) -> float:
-        """Time of catching up, drafting `levels` levels below the root and `expanded` nodes, predicting for a pool of `nodes`
-        (if `predicts`), selecting."""
-        predict_ms = self.predict_ms + self.predict_node_ms * nodes if predicts and nodes else 0.0
+    def predicting_ms(self, nodes: int, network: Network) -> float:
+        """Time of running the predictor, or part of it, on the root and a pool of `nodes`; an empty pool needs none."""
+        if network == "none" or not nodes:
+            return 0.0
+        if network == "whole" or self.accept_ms is None or self.accept_node_ms is None:
+            return self.predict_ms + self.predict_node_ms * nodes
+        return self.accept_ms + self.accept_node_ms * nodes
+
+    def draft_ms(self, levels: int, expanded: int, nodes: int, network: Network = "whole") -> float:
+        """Time of catching up, drafting `levels` levels below the root and `expanded` nodes, predicting for a pool of `nodes`,
+        selecting."""
         drafting_ms = self.draft_fixed_ms + self.draft_level_ms * (levels - 1) + self.draft_node_ms * expanded
-        return drafting_ms + predict_ms + self.select_ms
+        return drafting_ms + self.predicting_ms(nodes, network) + self.select_ms
+
+    def predicting_for_nothing(self) -> Self:
+        """The same device with a predictor that takes no time: what bounds any other."""
+        fields = ("predict_ms", "predict_node_ms", "accept_ms", "accept_node_ms")
+        return self.model_copy(update=dict.fromkeys(fields, 0.0))

@@ -30,7 +30,7 @@ from ecospec_runtime.policies.base import Pausing, Policy, deepest, gate_of
 from ecospec_runtime.pool import Pool
 from ecospec_runtime.prompts import Prompt
 from ecospec_runtime.sampling import Sampler
-from ecospec_runtime.scoring import Scorer
+from ecospec_runtime.scoring import Scorer, network_for
 from ecospec_runtime.sequence import Prefilled, Sequence
 from ecospec_runtime.statistics import PassRecord, Statistics
 from ecospec_runtime.stopping import Reason, TextStream, Token
@@ -106,7 +106,7 @@ class Engine:
         if profile is not None:
             profile.check_layers(target.moe_layers)
         self._pausing = policy if isinstance(policy, Pausing) else None
-        self._predicts = policy.needs_routing or self.scorer.kind == "head"
+        self._network = network_for(self.scorer.kind, policy.needs_routing)
         self._aux = drafter.aux_layers if drafter is not None and policy.drafts else ()
 
     @classmethod
@@ -298,7 +298,7 @@ class Engine:
             chosen = self.policy.select(candidates, self.profile, sequence.past)  # type: ignore[arg-type]
         tokens, parents = self._checked(pool, chosen)
         if self._pausing is not None and self.profile is not None:
-            drafting = self.profile.draft_ms(pool.levels, pool.expanded, len(pool), self._predicts)
+            drafting = self.profile.draft_ms(pool.levels, pool.expanded, len(pool), self._network)
             sequence.gate.record(self._pausing.outlook(candidates, chosen, self.profile, drafting))
         statistics.drafts += 1
         statistics.draft_seconds += drafted - start

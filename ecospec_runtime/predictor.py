@@ -80,7 +80,7 @@ class PredictorManifest(BaseModel):
 class Prediction(NamedTuple):
     """What the network says of root and nodes, unprocessed."""
 
-    routing_logits: Floats  # [N, L, E]
+    routing_logits: Floats | None  # [N, L, E]; None: not asked for
     acceptance_logits: Floats  # [N]
 
 
@@ -108,30 +108,45 @@ class Predictor:
         predictor.weights = weights_of(predictor, folder / WEIGHTS_FILE) if dispatch.ENABLED else None
         return predictor
 
-    def predict(self, pool: Pool, embed: Embed) -> Prediction:
-        """Predict for the root (row 0) and every node of a pool."""
+    def predict(self, pool: Pool, embed: Embed, routing: bool = True) -> Prediction:
+        """Predict for the root (row 0) and every node of a pool; without `routing` acceptance alone, a small part of the work."""
         if self.weights is not None:
             tokens = np.empty(len(pool) + 1, np.int64)
             tokens[0], tokens[1:] = pool.root_token, pool.tokens
-            routing_NO, acceptance_N = dispatch.predict_pool(self.weights, embed(tokens), pool, self.manifest.shrinkage)
-            return Prediction(routing_NO.reshape(-1, self.shapes.layers, self.shapes.experts), acceptance_N)
+            shrinkage, sizes = self.manifest.shrinkage, (self.shapes.layers, self.shapes.experts)
+            routing_NO, acceptance_N = dispatch.predict_pool(self.weights, embed(tokens), pool, shrinkage, routing)
+            return Prediction(routing_NO.reshape(-1, *sizes) if routing else None, acceptance_N)
         rows = np.concatenate(([0], pool.state_rows))
         embedding_NH = as_recorded(embed(np.concatenate(([pool.root_token], pool.tokens))))
         parent_NH = embedding_NH[np.concatenate(([0], pool.parents + 1))]
         parent_NH[0] = 0.0
-        prediction = self.run(embedding_NH, parent_NH, as_recorded(pool.features_of(rows)), scalars_of(pool))
-        shrink(prediction.routing_logits, self.manifest.shrinkage)
-        return prediction
+        inputs = embedding_NH, parent_NH, as_recorded(pool.features_of(rows)), scalars_of(pool)
+        if not routing:
+            return Prediction(None, *self._outputs(["acceptance_logit"], *inputs))
+        routing_NLE, acceptance_N = self.run(*inputs)
+        shrink(routing_NLE, self.manifest.shrinkage)
+        return Prediction(routing_NLE, acceptance_N)
 
-    def run(self, embedding_NH: Floats, parent_NH: Floats, state_Nd: Floats, scalars_N4: Floats) -> Prediction:
-        """Run the network on prepared inputs, any number of rows."""
+    def run(
+        self, embedding_NH: Floats, parent_NH: Floats, state_Nd: Floats, scalars_N4: Floats
+    ) -> tuple[Floats, Floats]:  # fmt: skip
+        """Run the network on prepared inputs, any number of rows: routing logits `[N, L, E]` and acceptance logits `[N]`."""
+        names = ["routing_logits", "acceptance_logit"]
+        routing_NLE, acceptance_N = self._outputs(names, embedding_NH, parent_NH, state_Nd, scalars_N4)
+        return routing_NLE, acceptance_N
+
+    def _outputs(
+        self, names: list[str], embedding_NH: Floats, parent_NH: Floats, state_Nd: Floats, scalars_N4: Floats
+    ) -> list[Floats]:  # fmt: skip
         inputs = {
             "embedding": np.ascontiguousarray(embedding_NH, np.float32),
             "parent": np.ascontiguousarray(parent_NH, np.float32),
             "state": np.ascontiguousarray(state_Nd, np.float32),
             "scalars": np.ascontiguousarray(scalars_N4, np.float32),
         }
-        return Prediction(*self.session.run(["routing_logits", "acceptance_logit"], inputs))
+        options = onnxruntime.RunOptions()
+        options.only_execute_path_to_fetches = True
+        return self.session.run(names, inputs, options)  # type: ignore[no-any-return]
 
 
 def as_recorded(values: Floats) -> Floats:
@@ -152,7 +167,7 @@ def weights_of(predictor: Predictor, path: Path) -> Weights | None:
         found = reference.predict_pool(weights, embedding, pool, predictor.manifest.shrinkage)
     except (OSError, SafetensorError, KeyError, ValueError):  # missing, corrupt, or of other layers or sizes
         return None
-    pairs = [(a.ravel(), b.ravel()) for a, b in zip(found, expected, strict=True)]
+    pairs = [(a.ravel(), np.asarray(b).ravel()) for a, b in zip(found, expected, strict=True)]
     same = all(len(a) == len(b) and np.allclose(a, b, rtol=0, atol=AGREE * max(1, np.abs(b).max())) for a, b in pairs)
     return weights if same and weights.fits else None
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from ecospec_runtime.acceptance import KINDS, AcceptanceKind, AcceptanceModel, acceptance
+from ecospec_runtime.device_profile import Network
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Candidates, Pool, path_products
 from ecospec_runtime.predictor import Embed, Prediction, Predictor, predicted_masks
+
+
+def network_for(kind: AcceptanceKind, needs_routing: bool) -> Network:
+    """How much of the predictor a policy's candidates take."""
+    return "whole" if needs_routing else "acceptance" if kind == "head" else "none"
 
 
 class Scorer:
@@ -33,13 +39,13 @@ class Scorer:
     def score(self, pool: Pool, embed: Embed, needs_routing: bool) -> Candidates:
         """Candidates of a pool. `embed` maps tokens `[N]` to the target's embeddings `[N, H]` (float32).
 
-        Without `needs_routing` the masks stay empty, and the network runs only for acceptance kind `head`.
+        Without `needs_routing` the masks stay empty.
         """
         if needs_routing and self.predictor is None:
             raise UserError("this policy needs predicted experts; give a bundle or predictor, or choose `confidence`")
         prediction: Prediction | None = None
-        if self.predictor is not None and (needs_routing or self.kind == "head"):
-            prediction = self.predictor.predict(pool, embed)
+        if self.predictor is not None and network_for(self.kind, needs_routing) != "none":
+            prediction = self.predictor.predict(pool, embed, needs_routing)
         return self.judge(pool, prediction, needs_routing)
 
     def judge(self, pool: Pool, prediction: Prediction | None, needs_routing: bool) -> Candidates:
@@ -47,7 +53,7 @@ class Scorer:
         logits = prediction.acceptance_logits[1:] if prediction else None
         accepted = acceptance(pool, self.kind, self.model, logits)
         masks = [0]
-        if needs_routing and prediction and self.predictor:
+        if needs_routing and self.predictor and prediction and prediction.routing_logits is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 masks = predicted_masks(prediction.routing_logits, self.predictor.shapes.top_k)
         return Candidates(

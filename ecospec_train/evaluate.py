@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ecospec_runtime import acceptance
 from ecospec_runtime.acceptance import AcceptanceModel
 from ecospec_runtime.pool import Floats, pack_masks, path_products
-from ecospec_runtime.predictor import Prediction, Predictor, PredictorShapes, predicted_masks, shrink
+from ecospec_runtime.predictor import Predictor, PredictorShapes, predicted_masks, shrink
 from ecospec_train.baselines import RoutingTable, distinct_tokens, hits, top_ids
 from ecospec_train.calibrate import calibration_error, log_loss, number
 from ecospec_train.predictor_data import NodeTable, NodeTables, network_inputs, positions_of
@@ -108,10 +108,10 @@ def choose_shrinkage(predictor: Predictor, tables: NodeTables, prompts: set[int]
         left -= len(positions)
         for start in range(0, len(positions), CHUNK_POSITIONS):
             rows = table.rows_of(positions[start : start + CHUNK_POSITIONS])
-            prediction = predictor.run(*network_inputs(table, rows, tables.embed).values())
+            routing_NLE, _ = predictor.run(*network_inputs(table, rows, tables.embed).values())
             accepted = acceptance.raw(table.scalars[rows, 0])
             for i, share in enumerate(SHRINKAGES):
-                logits = prediction.routing_logits.copy()
+                logits = routing_NLE.copy()
                 for first, last in pools_of(table, rows):
                     shrink(logits[first:last], share)
                 errors = union_errors(table, rows, logits, accepted)
@@ -132,14 +132,16 @@ class Evaluation:
     def add(self, table: NodeTable, positions: NDArray[np.int64]) -> None:
         """Judge some positions of a table."""
         rows = table.rows_of(positions)
-        prediction = self.predictor.run(*network_inputs(table, rows, self.embed).values())
+        routing_NLE, acceptance_N = self.predictor.run(*network_inputs(table, rows, self.embed).values())
         self.positions += len(positions)
         self.nodes += len(rows) - len(positions)
         for start, end in pools_of(table, rows):
-            shrink(prediction.routing_logits[start:end], self.predictor.manifest.shrinkage)
-        self.add_routing(table, rows, prediction)
-        head = self.add_acceptance(table, rows, prediction)
-        self.add_unions(table, rows, prediction, head)
+            shrink(routing_NLE[start:end], self.predictor.manifest.shrinkage)
+        self.add_routing(table, rows, routing_NLE)
+        head = self.add_acceptance(table, rows, acceptance_N)
+        for name, errors in union_errors(table, rows, routing_NLE, head).items():
+            self.union.add((name, "error"), np.abs(errors))
+            self.union.add((name, "bias"), errors)
 
     def run(self, tables: NodeTables, prompts: set[int]) -> None:
         """Judge all positions of the given prompts."""
@@ -149,12 +151,12 @@ class Evaluation:
             for start in range(0, len(positions), CHUNK_POSITIONS):
                 self.add(table, positions[start : start + CHUNK_POSITIONS])
 
-    def add_routing(self, table: NodeTable, rows: NDArray[np.int64], prediction: Prediction) -> None:
+    def add_routing(self, table: NodeTable, rows: NDArray[np.int64], routing_logits_NLE: Floats) -> None:
         """Recall of predictor and baselines on roots, reached and rejected nodes."""
         shapes, routing, parents = self.predictor.shapes, table.routing[rows], table.parents[rows]
         popular = top_ids(self.baseline.popularity()[None], shapes.top_k)
         guesses = {
-            "predictor": top_ids(prediction.routing_logits, shapes.top_k),
+            "predictor": top_ids(routing_logits_NLE, shapes.top_k),
             "popularity": np.broadcast_to(popular, routing.shape),
             "token_table": top_ids(self.baseline.scores(table.tokens[rows]), shapes.top_k),
             "previous_token": table.routing[np.maximum(parents, 0)],
@@ -167,25 +169,20 @@ class Evaluation:
                 if not (name == "previous_token" and kind == "roots"):
                     self.recall.add((name, kind), found[where])
 
-    def add_acceptance(self, table: NodeTable, rows: NDArray[np.int64], prediction: Prediction) -> Floats:
+    def add_acceptance(self, table: NodeTable, rows: NDArray[np.int64], logits_N: Floats) -> Floats:
         """Collect estimates where the parent is reached; returns the head's for all rows (1 for roots)."""
         node = table.parents[rows] >= 0
         judged = table.weight[rows][node] > 0
         self.labels.append(table.label[rows][node][judged])
         out = np.ones(len(rows), np.float32)
         for kind in acceptance.KINDS:
-            logits = prediction.acceptance_logits[node]
-            values = acceptance_of(kind, table, rows[node], logits, self.predictor.acceptance, self.temperatures)
+            values = acceptance_of(
+                kind, table, rows[node], logits_N[node], self.predictor.acceptance, self.temperatures
+            )
             self.accepted[kind].append(values[judged])
             if kind == "head":
                 out[node] = values
         return out
-
-    def add_unions(self, table: NodeTable, rows: NDArray[np.int64], prediction: Prediction, accepted: Floats) -> None:
-        """Collect the errors of predicted unions."""
-        for name, errors in union_errors(table, rows, prediction.routing_logits, accepted).items():
-            self.union.add((name, "error"), np.abs(errors))
-            self.union.add((name, "bias"), errors)
 
     def judged(self) -> tuple[dict[str, Floats], Floats]:
         """Estimates by kind `[M]` and labels `[M]` of the nodes whose parent is reached."""

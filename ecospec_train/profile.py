@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,6 +70,7 @@ DRAFTED: dict[str, dict[str, int]] = {
     "narrow": {"beam": 1},
     "full": {},
 }  # pools that are timed
+PREDICTIONS = WHOLE, _ = "predict_", "accept_"  # of experts and acceptance, of acceptance alone: timed in turn
 CATCH_UP = 2  # rows the drafter is given per step: about what a step emits
 
 
@@ -266,24 +268,24 @@ def measure_drafting(
     scorer = Scorer(predictor, "head" if predictor else "raw", target.moe_layers, target.experts)
     policy = build_policy(PolicySpec(name="throughput"))
     times: dict[str, list[float]] = {
-        name: [] for name in ("select", *(f"{part}{shape}" for part in ("", "predict_") for shape in DRAFTED))
+        name: [] for name in ("select", *(f"{part}{shape}" for part in ("", *PREDICTIONS) for shape in DRAFTED))
     }
     shapes = {name: config.pool.model_copy(update=update) for name, update in DRAFTED.items()}
     pools: dict[str, list[Pool]] = {name: [] for name in DRAFTED}
     cache, at = prefilled(target, text[:context]), context
 
     with Steps("profile: drafting", repeats) as steps:
-        for _ in range(repeats):
+        for part, _ in zip(cycle(PREDICTIONS), range(repeats), strict=False):
+            routing = predictor is not None and part == WHOLE
             for name, shape in shapes.items():
                 between = rng.choice(text, BETWEEN).tolist()
                 run_pass(target, drafter, Rows(context, between, list(range(BETWEEN - 1))), cache)
                 draft = partial(catch_up_and_expand, drafter, sequence, ids, features, at, shape, scorer.temperatures)
                 pool = timed(times[name], draft)
                 at += CATCH_UP
-                predict = partial(scorer.score, pool, target.embed_host, predictor is not None)
-                scored = timed(times[f"predict_{name}"], predict)
+                scored = timed(times[f"{part}{name}"], partial(scorer.score, pool, target.embed_host, routing))
                 pools[name].append(pool)
-            candidates = scored if predictor else with_masks(scored, target)
+            candidates = scored if routing else with_masks(scored, target)
             if len(candidates):
                 timed(times["select"], partial(policy.select, candidates, base, context))
             steps.advance()
@@ -300,10 +302,18 @@ def drafting_costs(taken: dict[str, float], pools: dict[str, list[Pool]]) -> dic
     per_expanded = max(0.0, taken["full"] - taken["narrow"]) / wider if wider > 0 else 0.0
     further = taken["narrow"] - taken["shallow"] - per_expanded * (expanded["narrow"] - expanded["shallow"])
     level = max(0.0, further) / deeper if deeper > 0 else 0.0
+    costs = {
+        "draft_fixed_ms": taken["shallow"],
+        "draft_level_ms": level,
+        "draft_node_ms": per_expanded,
+        "select_ms": taken["select"],
+    }
     more = nodes["full"] - nodes["shallow"]
-    per_node = max(0.0, taken["predict_full"] - taken["predict_shallow"]) / more if more > 0 else 0.0
-    return {"draft_fixed_ms": taken["shallow"], "draft_level_ms": level, "draft_node_ms": per_expanded, "predict_node_ms": per_node,
-            "predict_ms": max(0.0, taken["predict_shallow"] - per_node * nodes["shallow"]), "select_ms": taken["select"]}  # fmt: skip
+    for part in PREDICTIONS:
+        few, many = (taken[f"{part}{shape}"] for shape in ("shallow", "full"))
+        per_node = max(0.0, many - few) / more if more > 0 else 0.0
+        costs |= {f"{part}ms": max(0.0, few - per_node * nodes["shallow"]), f"{part}node_ms": per_node}
+    return costs
 
 
 def catch_up_and_expand(

@@ -25,6 +25,7 @@ from ecospec_runtime.errors import UserError
 from ecospec_runtime.gate import Gate
 from ecospec_runtime.policies import Policy, PolicySpec, build_policy
 from ecospec_runtime.policies.base import Pausing, deepest, gate_of
+from ecospec_runtime.scoring import network_for
 from ecospec_runtime.statistics import PassRecord
 from ecospec_train.replay_pools import CutPools
 from ecospec_train.replay_rows import PackedShard, ReplayRows, as_mask, load_rows
@@ -158,8 +159,8 @@ class Chooser:
     def __call__(self, pools: CutPools, row: int, gate: Gate) -> tuple[list[int], float]:
         """Nodes of the row's cut pool, and the time; the gate learns what the step promises."""
         policy, profile, size = self.policy, self.profile, pools.size(row)
-        predicts = policy.needs_routing or self.kind == "head"
-        draft_ms = profile.draft_ms(pools.levels[row], pools.expanded[row], size, predicts)
+        network = network_for(self.kind, policy.needs_routing)
+        draft_ms = profile.draft_ms(pools.levels[row], pools.expanded[row], size, network)
         candidates, chosen = None, []
         if size:
             masks = ("used" if self.oracle else "predicted") if policy.needs_routing else None

@@ -54,7 +54,9 @@ def yardsticks(space: Space) -> list[dict[str, Any]]:
     points += [predicting | {"acceptance": "head", "min_reach": reach} for reach in (0.05, 0.1, 0.2)]
     flat = own | {"throughput.predicts": False, "acceptance": "temperature", "node_experts": 0.5 * space.top_k}
     points += [flat | {"min_reach": reach} for reach in (0.005, 0.01, 0.02, 0.05, 0.1)]
-    points += [flat | {"acceptance": "logistic", "min_reach": reach} for reach in (0.01, 0.05)]
+    points += [
+        flat | {"acceptance": kind, "min_reach": reach} for kind in ("logistic", "head") for reach in (0.01, 0.05)
+    ]
     if len(space.predictors) == 1:
         points = published + points
     else:

@@ -361,9 +361,9 @@ def noise(seed: int, position: int, count: int, temperature: float) -> Any:
     return _module("draw_rows", "cpu" if ENABLED else "reference").noise(seed, position, count, temperature)
 
 
-def predict_pool(w: Any, embedding_NH: Any, tree: Any, shrinkage: float) -> Any:
+def predict_pool(w: Any, embedding_NH: Any, tree: Any, shrinkage: float, routing: bool = True) -> Any:
     """What the predictor says of a candidate tree, arrays of numpy; see `predict_pool/reference.py`."""
-    return _choose("predict_pool", ENABLED and w.fits).predict_pool(w, embedding_NH, tree, shrinkage)
+    return _choose("predict_pool", ENABLED and w.fits).predict_pool(w, embedding_NH, tree, shrinkage, routing)
 
 
 def top_experts(routing_NLE: Any, top_k: int) -> Any:

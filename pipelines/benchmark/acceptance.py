@@ -69,11 +69,11 @@ class Told:
         """Remember the labels `[n]` of a pool."""
         self.labels[self.key(pool)] = label
 
-    def predict(self, pool: Pool, embed: Embed) -> Prediction:
+    def predict(self, pool: Pool, embed: Embed, routing: bool = True) -> Prediction:
         """What the predictor says, its acceptance logits replaced."""
         sure = LOGIT_BOUND * (2 * self.labels[self.key(pool)] - 1)
         logits = np.concatenate(([0.0], sure)).astype(np.float32)
-        return self.predictor.predict(pool, embed)._replace(acceptance_logits=logits)
+        return self.predictor.predict(pool, embed, routing)._replace(acceptance_logits=logits)
 
     @staticmethod
     def key(pool: Pool) -> bytes:
@@ -144,7 +144,7 @@ def read_texts(traces: Traces, predictor: Predictor, told: Told, held: set[int])
             label, judged = truth(pool, shard.next_tokens_of(row).astype(np.int64))
             told.learn(pool, label)
             text.labels.append(label[judged])
-            logits = predictor.predict(pool, embed).acceptance_logits[1:]
+            logits = predictor.predict(pool, embed, routing=False).acceptance_logits[1:]
             for kind in KINDS:
                 given = logits if kind == "head" else None
                 estimate = acceptance(pool, kind, predictor.acceptance, given)

@@ -33,7 +33,6 @@ from pipelines.benchmark.contest import ENTRIES, OURS, tune_entry
 
 OFF = PolicySpec(name="off")
 ORACLE = "oracle"  # `OURS` that knows the true routing, and pays nothing for it
-FREE = {"predict_ms": 0.0, "predict_node_ms": 0.0}
 
 
 class Settings(Config):
@@ -84,7 +83,7 @@ class Material:
     @property
     def free(self) -> DeviceProfile:
         """A device that predicts in no time."""
-        return self.profile.model_copy(update=FREE)
+        return self.profile.predicting_for_nothing()
 
     @property
     def file(self) -> Path:

@@ -62,11 +62,6 @@ def experts_only(profile: DeviceProfile, reads: int) -> DeviceProfile:
     )
 
 
-def with_free_prediction(profile: DeviceProfile) -> DeviceProfile:
-    """The device if predicting cost nothing."""
-    return profile.model_copy(update={"predict_ms": 0.0, "predict_node_ms": 0.0})
-
-
 def mean_context(rows: ReplayRows) -> float:
     """Cached tokens before a position, on average."""
     parts = [prompt.shard.rows()["context"][prompt.first : prompt.first + len(prompt)] for prompt in rows.prompts]

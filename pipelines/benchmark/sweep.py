@@ -53,7 +53,7 @@ def compare(
         spec, tuned = tune_entry(entry, tuning, profile, space, trials, seed)
         found[entry.name] = spec, tuned, replay(spec, confirming, profile)
     ours, _, best = found[OURS.name]
-    free = simulated.with_free_prediction(profile)
+    free = profile.predicting_for_nothing()
     spec, tuned = max(
         tune_entry(OURS, tuning, free, space, trials, seed, oracle=True),
         replay_at_best_price(with_routing(ours), tuning, free, oracle=True),

@@ -59,6 +59,10 @@ def near(w: Weights, embedding: Any, case: Tree, shrinkage: float) -> Any:
     found, expected = (m.predict_pool(w, embedding, case, shrinkage) for m in (cpu, reference))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    for module, (_, accepted) in ((cpu, found), (reference, expected)):
+        none, alone = module.predict_pool(w, embedding, case, shrinkage, routing=False)
+        assert none.shape == (len(embedding), 0)
+        np.testing.assert_array_equal(alone, accepted)
     return found
 
 

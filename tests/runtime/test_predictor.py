@@ -76,7 +76,7 @@ class Liar:
     def __init__(self, routing: np.ndarray, logits: np.ndarray):
         self.prediction = Prediction(routing, logits)
 
-    def predict(self, pool: Pool, embed: object) -> Prediction:
+    def predict(self, pool: Pool, embed: object, routing: bool = True) -> Prediction:
         """The lie."""
         return self.prediction
 
@@ -139,6 +139,20 @@ def test_the_kernel_says_what_the_onnx_file_says(folder: Path, tmp_path: Path) -
     assert Predictor.from_folder(copy).weights is None
     (copy / "predictor.safetensors").unlink()
     assert Predictor.from_folder(copy).weights is None
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_acceptance_alone_is_what_comes_with_routing(folder: Path, kernel: bool) -> None:
+    predictor = Predictor.from_folder(folder)
+    predictor.weights = predictor.weights if kernel else None
+    nothing, alone = predictor.predict(pool(), embed, routing=False)
+    assert nothing is None
+    np.testing.assert_array_equal(alone, predictor.predict(pool(), embed).acceptance_logits)
+    flat = Scorer(predictor, "head", LAYERS, EXPERTS).score(pool(), embed, needs_routing=False)
+    np.testing.assert_array_equal(
+        flat.reach, Scorer(predictor, "head", LAYERS, EXPERTS).score(pool(), embed, True).reach
+    )
+    assert flat.masks == []
 
 
 def test_shrinkage_adds_a_share_of_what_root_and_first_node_agree_on(folder: Path) -> None:
@@ -269,8 +283,8 @@ def test_export_is_compared_with_torch(folder: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 300])
 def test_any_number_of_rows(folder: Path, rows: int) -> None:
-    prediction = Predictor.from_folder(folder).run(
+    routing, accepted = Predictor.from_folder(folder).run(
         *(np.zeros((rows, size), np.float32) for size in (HIDDEN, HIDDEN, WIDTH, 4))
     )
-    assert prediction.routing_logits.shape == (rows, LAYERS, EXPERTS)
-    assert prediction.acceptance_logits.shape == (rows,)
+    assert routing.shape == (rows, LAYERS, EXPERTS)
+    assert accepted.shape == (rows,)

@@ -28,7 +28,7 @@ class NearlyRightPredictor:
         )
         self.acceptance = AcceptanceModel(best="head", temperature=0.7, logistic=LogisticWeights(depth=-0.1, bias=0.3))
 
-    def predict(self, pool: Pool, embed: object) -> Prediction:
+    def predict(self, pool: Pool, embed: object, routing: bool = True) -> Prediction:
         world, tokens = self.world, np.concatenate(([pool.root_token], pool.tokens)).astype(np.int64)
         seen = pool.states[1] - world.states[pool.root_token]
         context = int(((world.contexts - seen) ** 2).sum(-1).argmin())
@@ -44,6 +44,7 @@ class NearlyRightPredictor:
 def make_profile(per_expert_ms: float = 0.05, draft_level_ms: float = 0.02, **changes: float) -> DeviceProfile:
     plain = 0.2 + 0.01 + per_expert_ms * LAYERS * TOP_K
     values = {"fixed_ms": 0.2, "per_token_ms": 0.01, "per_expert_ms": per_expert_ms, "per_context_ms": 1e-4,
-              "draft_level_ms": draft_level_ms, "draft_node_ms": 0.0005, "draft_fixed_ms": 0.03, "predict_ms": 0.01, "predict_node_ms": 0.0005, "select_ms": 0.004,
+              "draft_level_ms": draft_level_ms, "draft_node_ms": 0.0005, "draft_fixed_ms": 0.03, "predict_ms": 0.01, "predict_node_ms": 0.0005,
+              "accept_ms": 0.004, "accept_node_ms": 0.0002, "select_ms": 0.004,
               "heldout_error": 0.0, "plain_ms": plain, "expert_share": 0.5}  # fmt: skip
     return DeviceProfile(device="d", slug="d-float32-1t", dtype="float32", threads=1, versions={}, **(values | changes))

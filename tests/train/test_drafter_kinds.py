@@ -174,7 +174,7 @@ class FixedPredictor:
     def __init__(self, fingerprint: str = ""):
         self.manifest = SimpleNamespace(target={"fingerprint": fingerprint, "id": ""}, drafter={})
 
-    def predict(self, pool: Pool, embed: object) -> Prediction:
+    def predict(self, pool: Pool, embed: object, routing: bool = True) -> Prediction:
         tokens = np.concatenate(([pool.root_token], pool.tokens))[:, None, None]
         routing = np.sin(tokens * 3.7 + np.arange(84).reshape(1, 7, 12) ** 2)
         return Prediction(routing.astype(np.float32), np.concatenate(([0.0], pool.log_probs + 0.3)).astype(np.float32))
@@ -269,9 +269,10 @@ def test_drafting_costs_count_what_was_grown() -> None:
     mean = {name: np.mean([[p.levels, p.expanded, len(p)] for p in found], axis=0) for name, found in pools.items()}
     medians = {name: 1 + 0.5 * (m[0] - 1) + 0.25 * m[1] for name, m in mean.items()} | {"select": 0.3}
     medians |= {f"predict_{name}": 0.1 + 0.01 * m[2] for name, m in mean.items()}
+    medians |= {f"accept_{name}": 0.04 + 0.002 * m[2] for name, m in mean.items()}
     costs = drafting_costs(medians, pools)
     expected = {"draft_fixed_ms": 1.0, "draft_level_ms": 0.5, "draft_node_ms": 0.25, "predict_ms": 0.1, "predict_node_ms": 0.01,
-                "select_ms": 0.3}  # fmt: skip
+                "accept_ms": 0.04, "accept_node_ms": 0.002, "select_ms": 0.3}  # fmt: skip
     assert costs == pytest.approx(expected)
     nothing: Any = {name: [Sized(1, 0, 0)] for name in pools}
     assert drafting_costs(dict.fromkeys(medians, 1.0), nothing)["draft_level_ms"] == 0

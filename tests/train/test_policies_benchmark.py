@@ -50,7 +50,7 @@ class Opinions:
             heldout_prompts=HELDOUT,
         )  # fmt: skip
 
-    def predict(self, pool: Pool, embed: object) -> Prediction:
+    def predict(self, pool: Pool, embed: object, routing: bool = True) -> Prediction:
         """Of every token the same, whatever the context."""
         layers, experts = self.shapes.layers, self.shapes.experts
         tokens = np.concatenate(([pool.root_token], pool.tokens))[:, None, None]
@@ -257,7 +257,7 @@ def test_the_oracle_is_no_worse_than_the_policy_that_it_bounds(finished: Path, m
     settings = Settings(run=finished, drafter="", temperatures=(0.0,))
     material = prepare(settings, predictor, profile, 0.0)
     rows, ours = material.tuning_rows, parse_policy("throughput:price=0.1,acceptance=raw,pause=0")
-    assert (material.free.predict_ms, material.free.predict_node_ms) == (0.0, 0.0)
+    assert [material.free.predicting_ms(9, network) for network in ("whole", "acceptance")] == [0.0, 0.0]
     off = policies_tuning.OFF, replay(policies_tuning.OFF, rows, profile)
     monkeypatch.setattr(policies_tuning, "tune_entry", lambda *_, **__: off)
     best = bound(material, rows, ours)

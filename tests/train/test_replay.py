@@ -98,8 +98,10 @@ def slow_steps(
                 grown = [d for d in range(1, depth + 1) if d == 1 or (pool.depths == d - 1).any()]
                 expanded = sum(min(2, int((pool.depths == d - 1).sum())) for d in grown[1:])
                 ms += 0.03 + 0.02 * (len(grown) - 1) + 0.0005 * expanded + 0.004
-                if len(pool) and (policy.needs_routing or kind == "head"):
+                if len(pool) and policy.needs_routing:
                     ms += 0.01 + 0.0005 * len(pool)
+                elif len(pool) and kind == "head":
+                    ms += 0.004 + 0.0002 * len(pool)
             emitted = follow(-1)
             yield emitted, len(chosen), len(used), ms
             position += emitted
@@ -208,7 +210,7 @@ def test_shards_are_scored_once_and_held_one_at_a_time(tmp_path: Path, monkeypat
         return wrapper
 
     class Counting(NearlyRightPredictor):
-        def predict(self, pool: Pool, embed: object) -> Prediction:
+        def predict(self, pool: Pool, embed: object, routing: bool = True) -> Prediction:
             nonlocal predicted
             predicted += 1
             return super().predict(pool, embed)
@@ -251,3 +253,14 @@ def test_foreign_or_sparse_traces_are_refused(traces: Traces, tmp_path: Path) ->
     sparse.manifest.stride = 4
     with pytest.raises(UserError, match="--stride 1"):
         load_rows(sparse, None)
+
+
+def test_a_step_pays_for_as_much_of_the_predictor_as_it_runs() -> None:
+    """And no less than it took to run all of it where acceptance alone was not timed."""
+    profile = make_profile(predict_ms=0.2, predict_node_ms=0.01, accept_ms=0.05, accept_node_ms=0.001)
+    assert profile.predicting_ms(10, "whole") == pytest.approx(0.3)
+    assert profile.predicting_ms(10, "acceptance") == pytest.approx(0.06)
+    assert profile.predicting_ms(10, "none") == profile.predicting_ms(0, "whole") == 0
+    older = profile.model_copy(update={"accept_ms": None, "accept_node_ms": None})
+    assert older.predicting_ms(10, "acceptance") == pytest.approx(0.3)
+    assert profile.draft_ms(2, 3, 10, "whole") - profile.draft_ms(2, 3, 10, "none") == pytest.approx(0.3)

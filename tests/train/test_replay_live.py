@@ -69,7 +69,7 @@ class Opinionated:
         self.shapes = SimpleNamespace(layers=target.moe_layers, experts=target.experts, top_k=2)
         self.manifest = SimpleNamespace(target={"fingerprint": target.fingerprint, "id": ""}, drafter={})
 
-    def predict(self, pool: Pool, embed: object) -> Prediction:
+    def predict(self, pool: Pool, embed: object, routing: bool = True) -> Prediction:
         layers, experts = self.shapes.layers, self.shapes.experts
         tokens = np.concatenate(([pool.root_token], pool.tokens))[:, None, None]
         routing = np.sin(tokens * 3.7 + np.arange(layers * experts).reshape(1, layers, experts) ** 2)

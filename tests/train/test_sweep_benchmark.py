@@ -32,7 +32,7 @@ class Session:
 
     weights = np.random.default_rng(0).normal(size=(HIDDEN, LAYERS * EXPERTS)).astype(np.float32)
 
-    def run(self, names: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    def run(self, names: list[str], inputs: dict[str, np.ndarray], options: object = None) -> list[np.ndarray]:
         return [(inputs["embedding"] @ self.weights).reshape(-1, LAYERS, EXPERTS), 1.5 * inputs["scalars"][:, 0] + 1.0]
 
 

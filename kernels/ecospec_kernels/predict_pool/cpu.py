@@ -151,7 +151,7 @@ def predict(embedding_NH: Any, parents_n: Any, state_rows_n: Any, log_probs_n: A
              scratch: int) -> bool:  # fmt: skip
     """Dense arrays, which cost less to hand over than addresses. `places`: see `_layer`. `scratch`: as `scratch_size` counts.
 
-    False, with nothing written, if a parent or state row is out of range.
+    Without columns of routing only acceptance is computed. False, with nothing written, if a parent or state row is out of range.
     """
     (n, hidden), (state_count, wide), outputs = embedding_NH.shape, states_sd.shape, routing_NO.shape[1]
     known = min(len(entropies_s), state_count) if state_count > 1 else len(entropies_s)
@@ -169,14 +169,15 @@ def predict(embedding_NH: Any, parents_n: Any, state_rows_n: Any, log_probs_n: A
     packed = part + 4 * n * max(hidden, wide)
     _gather(embedding_NH.ctypes.data, n, hidden, parents_n, state_rows_n, log_probs_n, ranks_n, depths_n,
              states_sd.ctypes.data, state_count, wide, entropies_s, inputs)  # fmt: skip
-    _layer(inputs, n, columns, places, 0, width, packed, x)
-    _silu(x, n * width, y)
-    _layer(y, n, width, places, 1, width, packed, z)
-    _silu(z, n * width, z)
-    _add(z, n * width, x)
-    _layer(x, n, width, places, 2, outputs, packed, routing)
-    if shrinkage > 0:
-        _shrink(routing, n, outputs, shrinkage)
+    if outputs:
+        _layer(inputs, n, columns, places, 0, width, packed, x)
+        _silu(x, n * width, y)
+        _layer(y, n, width, places, 1, width, packed, z)
+        _silu(z, n * width, z)
+        _add(z, n * width, x)
+        _layer(x, n, width, places, 2, outputs, packed, routing)
+        if shrinkage > 0:
+            _shrink(routing, n, outputs, shrinkage)
     for t in range(n):
         _copy(inputs + 4 * t * columns, hidden, part + 4 * t * hidden)
     _layer(part, n, hidden, places, 3, mixed_width, packed, x)
@@ -208,20 +209,22 @@ def _dense(values: Any, dtype: Any) -> Any:
     return np.ascontiguousarray(values, dtype)
 
 
-def predict_pool(w: Weights, embedding_NH: Floats, tree: Tree, shrinkage: float) -> tuple[Floats, Floats]:
+def predict_pool(
+    w: Weights, embedding_NH: Floats, tree: Tree, shrinkage: float, routing: bool = True
+) -> tuple[Floats, Floats]:  # fmt: skip
     """Same contract as the reference."""
     refuse("predict_pool", invalid(w, embedding_NH, tree))
     n, hidden = embedding_NH.shape
-    routing, acceptance = np.empty((n, len(w.biases[2])), np.float32), np.empty(n, np.float32)
+    routing_NO, acceptance_N = np.empty((n, len(w.biases[2]) if routing else 0), np.float32), np.empty(n, np.float32)
     done = predict(
         _dense(embedding_NH, np.float32), _dense(tree.parents, np.int64), _dense(tree.state_rows, np.int64),
         _dense(tree.log_probs, np.float32), _dense(tree.ranks, np.int64), _dense(tree.depths, np.int64),
-        _dense(tree.states, np.float32), _dense(tree.entropies, np.float32), w.places, w.widths, shrinkage, routing, acceptance,
+        _dense(tree.states, np.float32), _dense(tree.entropies, np.float32), w.places, w.widths, shrinkage, routing_NO, acceptance_N,
         workspace(scratch_size(n, hidden, tree.states.shape[1], *w.widths)),
     )  # fmt: skip
     if not done:
         raise IndexError(OUT_OF_RANGE)
-    return routing, acceptance
+    return routing_NO, acceptance_N
 
 
 @numba.njit(nogil=True)

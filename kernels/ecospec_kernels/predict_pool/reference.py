@@ -85,8 +85,10 @@ def recorded(values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def predict_pool(w: Weights, embedding_NH: Floats, tree: Tree, shrinkage: float) -> tuple[Floats, Floats]:
-    """-> routing logits `[N, O]` and acceptance logits `[N]`, fp32.
+def predict_pool(
+    w: Weights, embedding_NH: Floats, tree: Tree, shrinkage: float, routing: bool = True
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """-> routing logits `[N, O]` (`[N, 0]` if not `routing`: they are most of the work) and acceptance logits `[N]`, fp32.
 
     ValueError for what `invalid` names, IndexError for a parent or state row out of range.
     """
@@ -110,13 +112,15 @@ def predict_pool(w: Weights, embedding_NH: Floats, tree: Tree, shrinkage: float)
     state = states[rows if len(states) > 1 else torch.zeros_like(rows)]
     embedding, parent, state = (F.layer_norm(x, x.shape[-1:], eps=EPSILON) for x in (embedding, parent, state))
     scalars = torch.from_numpy(scalars_of(tree)) / SCALAR_UNIT
-    x = layer(0, torch.cat([embedding, parent, state, scalars], -1))
-    routing = layer(2, x + F.silu(layer(1, F.silu(x))))
-    if shrinkage > 0 and (mean := routing[:2].mean(0)).isfinite().all():
-        routing = routing + shrinkage * mean
+    experts = embedding[:, :0]
+    if routing:
+        x = layer(0, torch.cat([embedding, parent, state, scalars], -1))
+        experts = layer(2, x + F.silu(layer(1, F.silu(x))))
+        if shrinkage > 0 and (mean := experts[:2].mean(0)).isfinite().all():
+            experts = experts + shrinkage * mean
     mixed = F.silu(layer(3, embedding) + layer(4, state))
     hidden = F.silu(layer(5, torch.cat([mixed, scalars], -1)))
-    return routing.numpy(), (layer(6, scalars) + layer(7, hidden)).squeeze(-1).numpy()
+    return experts.numpy(), (layer(6, scalars) + layer(7, hidden)).squeeze(-1).numpy()
 
 
 def top_experts(routing_NLE: Floats, top_k: int) -> NDArray[np.uint8]:
