@@ -3,8 +3,9 @@
 Four kinds, in rising order of power: `raw` is the drafter's own p; `temperature` re-reads the drafter's
 logits at one fitted temperature; `logistic` has a logit linear in log p, rank, depth and entropy; `head` adds to it what the
 predictor's network has learned. Siblings share a softmax with "none of these" (logit 0) and so sum to at most 1. Above
-temperature 0 a pool's log p already holds the noise of the draw (see `sampling`), and the same models serve. Numpy only: it runs
-in the decoding loop. What was fitted lives in a predictor folder's `acceptance.json`. What each kind is worth, and
+temperature 0 a pool's log p already holds the noise of the draw (see `sampling`); temperature and logistic are those of the
+text's own sampling temperature where traces of several were fitted on, and the head's correction is added to the latter.
+Numpy only: it runs in the decoding loop. What was fitted lives in a predictor folder's `acceptance.json`. What each kind is worth, and
 what was tried and left out: docs/acceptance.md, docs/method.md.
 
 Legend: n nodes, s drafter states, t temperatures.
@@ -13,7 +14,7 @@ Legend: n nodes, s drafter states, t temperatures.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,22 +47,54 @@ class LogisticWeights(BaseModel):
         """The four weights in the order of `scalars_of`."""
         return np.array([self.log_p, self.rank, self.depth, self.entropy], np.float32)
 
+    def toward(self, other: LogisticWeights, share: float) -> LogisticWeights:
+        """The logistic `share` of the way to another one."""
+        ends = zip(self.model_dump().items(), other.model_dump().values(), strict=True)
+        return LogisticWeights(**{name: here + share * (there - here) for (name, here), there in ends})
 
-class AcceptanceModel(BaseModel):
-    """Contents of `acceptance.json`: every fitted kind, and which did best on held-out text."""
+
+class Calibration(BaseModel):
+    """What needs no network, as fitted on text of one sampling temperature."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    schema_version: Literal[3] = 3
-    best: AcceptanceKind
     temperature: float = Field(gt=0)  # tau of kind `temperature`, a member of TEMPERATURES
     logistic: LogisticWeights
     log_loss: dict[str, float] = Field(default_factory=dict)  # held-out log loss in nats per kind
+
+
+class AcceptanceModel(Calibration):
+    """Contents of `acceptance.json`: every fitted kind, and which did best on held-out text.
+
+    The fields of `Calibration` are of the text that most was learned from, of sampling temperature `fitted_at`.
+    """
+
+    schema_version: Literal[3] = 3
+    best: AcceptanceKind
+    fitted_at: float = Field(default=0.0, ge=0)
+    sampled: dict[float, Calibration] = Field(default_factory=dict)  # by the sampling temperature of further text
+    base: LogisticWeights | None = Field(
+        default=None, exclude=True
+    )  # that the head starts from, where it is not `logistic`
 
     @classmethod
     def load(cls, folder: Path) -> AcceptanceModel:
         """Read `acceptance.json` of a predictor folder; UserError if it is missing or malformed."""
         return read_model(Path(folder) / FILE, cls, "run `ecospec-train fit` again")
+
+    def at(self, sampling: float) -> Self:
+        """The model of text of a sampling temperature: between two that were fitted the logistic is interpolated, beyond them and
+        for kind `temperature` the nearest serves."""
+        if not self.sampled:
+            return self
+        known = {**self.sampled, self.fitted_at: Calibration(temperature=self.temperature, logistic=self.logistic)}
+        nearest = min(known, key=lambda fitted: abs(fitted - sampling))
+        below = max((t for t in known if t <= sampling), default=nearest)
+        above = min((t for t in known if t > sampling), default=below)
+        share = (sampling - below) / (above - below) if above > below else 0.0
+        logistic = known[below].logistic.toward(known[above].logistic, share)
+        found = {"temperature": known[nearest].temperature, "logistic": logistic, "base": self.logistic}
+        return self.model_copy(update=found | {"fitted_at": sampling, "sampled": {}})
 
 
 def raw(log_probs: Floats) -> Floats:
@@ -80,6 +113,14 @@ def logistic_logits(scalars_n4: Floats, weights: LogisticWeights) -> Floats:
     """Logits of kind `logistic` `[n]` from node scalars (root row left out)."""
     with np.errstate(over="ignore", invalid="ignore"):  # of odd drafters; the caller takes care of NaN
         return scalars_n4 @ weights.vector() + np.float32(weights.bias)
+
+
+def head_logits(logits: Floats, scalars_n4: Floats, model: AcceptanceModel) -> Floats:
+    """Logits of kind `head` `[n]` from the network's: its correction on top of the logistic of the text's temperature."""
+    if model.base is None:
+        return logits
+    with np.errstate(over="ignore", invalid="ignore"):
+        return logits + logistic_logits(scalars_n4, model.logistic) - logistic_logits(scalars_n4, model.base)
 
 
 def sibling_softmax(logits: Floats, parents: Ints) -> Floats:
@@ -105,6 +146,8 @@ def acceptance(
         return own
     if kind == "head":
         assert logits is not None
+        if model is not None and model.base is not None:
+            logits = head_logits(logits, scalars_of(pool)[1:], model)
         estimate = sibling_softmax(np.where(np.isfinite(logits), logits, np.nan), pool.parents)
     elif kind == "logistic":
         assert model is not None

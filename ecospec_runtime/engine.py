@@ -181,7 +181,7 @@ class Engine:
         ends = self.target.eos_token_ids() if eos is None else (eos,) if isinstance(eos, int) else eos
         sampler = Sampler(config)
         sequence = Sequence(
-            prompt=ids, sampler=sampler, root=ids[-1], cache=self.target.new_cache() if read is None else read.cache,
+            prompt=ids, sampler=sampler, root=ids[-1], scorer=self.scorer.at(config.temperature), cache=self.target.new_cache() if read is None else read.cache,
             text=TextStream(self.target.tokenizer, ids, config.max_new_tokens, ends, config.stop_strings),
             draft_state=self.drafter.start() if self.drafter is not None and self.policy.drafts else None,
             seen=set(ids) if sampler.penalises else set(),
@@ -287,13 +287,13 @@ class Engine:
         self._catch_up(sequence)
         shape = self.shape if sequence.gate.depth is None else self.shape.cut(sequence.gate.depth)
         pool = self.drafter.expand(
-            sequence.draft_state, sequence.root, shape, self.scorer.temperatures, sequence.sampler
+            sequence.draft_state, sequence.root, shape, sequence.scorer.temperatures, sequence.sampler
         )
         drafted = scored = perf_counter()
         chosen: list[int] = []
         candidates = None
         if len(pool):
-            candidates = self.scorer.score(pool, self.target.embed_host, self.policy.needs_routing)
+            candidates = sequence.scorer.score(pool, self.target.embed_host, self.policy.needs_routing)
             scored = perf_counter()
             chosen = self.policy.select(candidates, self.profile, sequence.past)  # type: ignore[arg-type]
         tokens, parents = self._checked(pool, chosen)

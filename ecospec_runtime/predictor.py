@@ -71,10 +71,15 @@ class PredictorManifest(BaseModel):
     pool: PoolConfig = PoolConfig()  # of the traces: the trees that decoding must grow for replayed policies to hold
     temperature: float  # of the trajectory that the acceptance labels come from
     traces: str  # fingerprint of the traces
+    further_traces: tuple[str, ...] = ()  # of those at other temperatures
     heldout_prompts: list[int]  # prompt ids of the traces that the fit never saw: honest material for tuning
     files: dict[str, str]  # name -> sha256
     config: dict[str, object]  # how it was fitted
     versions: dict[str, str]
+
+    def fitted_on(self, traces: str) -> bool:
+        """Whether the fit had a part in the traces of this fingerprint."""
+        return traces in (self.traces, *self.further_traces)
 
 
 class Prediction(NamedTuple):

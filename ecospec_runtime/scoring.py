@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from ecospec_runtime.acceptance import KINDS, AcceptanceKind, AcceptanceModel, acceptance
@@ -30,6 +32,12 @@ class Scorer:
             raise UserError(f"the predictor was made for {made}; the target has {layers} of {experts}: fit one for it")
         self.predictor, self.kind, self.layers, self.experts = predictor, kind, layers, experts
         self.model: AcceptanceModel | None = predictor.acceptance if predictor else None
+
+    def at(self, sampling: float) -> Scorer:
+        """The scorer of text of a sampling temperature."""
+        found = copy.copy(self)
+        found.model = self.model and self.model.at(sampling)
+        return found
 
     @property
     def temperatures(self) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ecospec_runtime.cache import TargetCache
 from ecospec_runtime.gate import DraftGate, Gate
 from ecospec_runtime.sampling import Sampler
+from ecospec_runtime.scoring import Scorer
 from ecospec_runtime.statistics import Statistics
 from ecospec_runtime.stopping import TextStream
 
@@ -25,6 +26,7 @@ class Sequence:
     text: TextStream
     cache: TargetCache
     root: int
+    scorer: Scorer  # of its sampling temperature
     draft_state: Any = None  # the drafter's own sequence; None when nothing is drafted, or will be to the text's end
     behind_tokens: list[int] = field(default_factory=list)  # rows the drafter has not been given yet: tokens ...
     behind_features: list[Tensor] = field(default_factory=list)  # ... and features [m, F]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ecospec_runtime import acceptance
-from ecospec_runtime.acceptance import PROBABILITY_FLOOR, TEMPERATURES, LogisticWeights
+from ecospec_runtime.acceptance import PROBABILITY_FLOOR, TEMPERATURES, AcceptanceModel, Calibration, LogisticWeights
 from ecospec_runtime.pool import Floats, Ints
 from ecospec_train.predictor_data import NodeTables, network_inputs, positions_of
 from ecospec_train.predictor_model import PredictorNetwork, acceptance_loss
@@ -105,26 +105,33 @@ def fit_logistic(rows: AcceptanceRows) -> LogisticWeights:
     return LogisticWeights(**names, bias=bias - float((slopes * mean).sum()))
 
 
+def calibrate(rows: AcceptanceRows, drafter_temperatures: tuple[float, ...]) -> Calibration:
+    """Temperature and logistic of least log loss on nodes of one sampling temperature."""
+    return Calibration(temperature=fit_temperature(rows, drafter_temperatures), logistic=fit_logistic(rows))
+
+
 def choose_share(
-    network: PredictorNetwork, weights: LogisticWeights, tables: NodeTables, prompts: set[int]
+    network: PredictorNetwork, sources: list[tuple[NodeTables, AcceptanceModel]], prompts: set[int]
 ) -> float:  # fmt: skip
     """How much of the head's correction to the logistic helps on `prompts` it has not learned from: one of `SHARES`.
 
-    0 where there are none. So the head is no worse than the logistic on text like theirs.
+    0 where there are none. So the head is no worse than the logistic on text like theirs. `sources`: traces, each with the
+    acceptance model of their sampling temperature.
     """
-    rows = AcceptanceRows.collect(tables, prompts)
-    if not len(rows.label):
-        return 0.0
-    plain = acceptance.logistic_logits(rows.scalars, weights)
-    further = head_logits(network, tables, prompts) - plain
-    losses = [
-        log_loss(acceptance.sibling_softmax(plain + np.float32(share) * further, rows.groups), rows.label)
-        for share in SHARES
-    ]
-    return SHARES[int(np.argmin(losses))]
+    losses = np.zeros(len(SHARES))
+    for tables, model in sources:
+        rows = AcceptanceRows.collect(tables, prompts)
+        if not len(rows.label):
+            continue
+        plain = acceptance.logistic_logits(rows.scalars, model.logistic)
+        further = acceptance.head_logits(network_logits(network, tables, prompts), rows.scalars, model) - plain
+        for i, share in enumerate(SHARES):
+            estimate = acceptance.sibling_softmax(plain + np.float32(share) * further, rows.groups)
+            losses[i] += len(rows.label) * log_loss(estimate, rows.label)
+    return SHARES[int(losses.argmin())]
 
 
-def head_logits(network: PredictorNetwork, tables: NodeTables, prompts: set[int]) -> Floats:
+def network_logits(network: PredictorNetwork, tables: NodeTables, prompts: set[int]) -> Floats:
     """Acceptance logits `[M]` of the rows that `AcceptanceRows.collect` takes."""
     network = network.cpu().eval()
     parts = []

@@ -136,7 +136,10 @@ def pool_shape(size: int | None, depth: int, beam: int) -> dict[str, int]:
 @app.command()
 @handled
 def fit(
-    traces: Annotated[Path, typer.Option(help="Folder of a harvest.")],
+    traces: Annotated[
+        list[Path],
+        typer.Option(help="Folder of a harvest; repeat it for harvests of the same prompts at other temperatures."),
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the predictor.")],
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the traces.")] = FIT.epochs,
     width: Annotated[int, typer.Option(help="Of the predictor's trunk.")] = FIT.width,

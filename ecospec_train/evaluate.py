@@ -64,7 +64,7 @@ def acceptance_of(kind: acceptance.AcceptanceKind, table: NodeTable, rows: NDArr
         logits = acceptance.logistic_logits(table.scalars[rows], model.logistic)
         return acceptance.sibling_softmax(logits, groups)
     if kind == "head":
-        return acceptance.sibling_softmax(logits, groups)
+        return acceptance.sibling_softmax(acceptance.head_logits(logits, table.scalars[rows], model), groups)
     return acceptance.raw(log_p)
 
 
@@ -122,8 +122,10 @@ def choose_shrinkage(predictor: Predictor, tables: NodeTables, prompts: set[int]
 class Evaluation:
     """Accumulates routing, union and acceptance measures over chunks of held-out positions."""
 
-    def __init__(self, predictor: Predictor, table: RoutingTable, drafter_temperatures: tuple[float, ...]):
+    def __init__(self, predictor: Predictor, table: RoutingTable, drafter_temperatures: tuple[float, ...],
+                 sampling: float):  # fmt: skip
         self.predictor, self.baseline, self.temperatures = predictor, table, drafter_temperatures
+        self.model = predictor.acceptance.at(sampling)
         self.recall, self.union = Tally(), Tally()
         self.accepted: dict[str, list[Floats]] = {kind: [] for kind in acceptance.KINDS}
         self.labels: list[Floats] = []
@@ -176,9 +178,7 @@ class Evaluation:
         self.labels.append(table.label[rows][node][judged])
         out = np.ones(len(rows), np.float32)
         for kind in acceptance.KINDS:
-            values = acceptance_of(
-                kind, table, rows[node], logits_N[node], self.predictor.acceptance, self.temperatures
-            )
+            values = acceptance_of(kind, table, rows[node], logits_N[node], self.model, self.temperatures)
             self.accepted[kind].append(values[judged])
             if kind == "head":
                 out[node] = values

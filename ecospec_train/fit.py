@@ -9,7 +9,6 @@ Writes `predictor.onnx`, `predictor.safetensors`, `acceptance.json`, `metrics.js
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -42,14 +41,14 @@ from ecospec_runtime.predictor import (
     PredictorShapes,
     open_session,
 )
-from ecospec_train.calibrate import AcceptanceRows, choose_share, fit_logistic, fit_temperature
+from ecospec_train.calibrate import AcceptanceRows, calibrate, choose_share
 from ecospec_train.evaluate import Evaluation, choose_shrinkage, routing_table
 from ecospec_train.predictor_data import NodeTables, PredictorData, split_prompts
 from ecospec_train.predictor_export import export_network, sha256
 from ecospec_train.predictor_model import PredictorModule, PredictorNetwork
 from ecospec_train.reliability import RELIABILITY_PLOT, plot_reliability
 from ecospec_train.settings import FitConfig
-from ecospec_train.traces import Traces
+from ecospec_train.traces import TraceManifest, Traces
 
 BLENDING = 0.15  # share of the fit prompts that the head does not learn from: they say how far it can be trusted
 
@@ -123,77 +122,122 @@ def quiet_lightning() -> Iterator[None]:
 def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     """Train, export and judge a predictor. UserError for unusable traces, a folder that cannot be written, a NaN loss."""
     started = time.monotonic()
-    traces = Traces(config.traces)
+    traces = [Traces(path) for path in config.traces]
+    check_together(traces)
     prepare_folder(config.out)
     torch.manual_seed(config.seed)
-    tables = NodeTables(traces, seed=config.seed)
-    prompts = [p for shard in traces.manifest.shards for p in shard.prompt_ids]
+    tables = [NodeTables(one, seed=config.seed) for one in traces]
+    prompts = [p for one in traces for shard in one.manifest.shards for p in shard.prompt_ids]
     fitted, heldout = split_prompts(prompts, config.heldout, config.seed)
     blending = split_prompts(list(fitted), BLENDING, config.seed)[1] if len(fitted) > 1 else set()
-    data = PredictorData(tables, fitted, heldout, config.batch_positions, config.node_share, config.unreached_weight,
+    rows = [AcceptanceRows.collect(table, fitted) for table in tables]
+    model = calibrated(traces, rows)
+    sources = [(table, model.at(table.sampling)) for table in tables]
+    data = PredictorData(sources, fitted, heldout, config.batch_positions, config.node_share, config.unreached_weight,
                          config.seed, blending)  # fmt: skip
     if not len(data.fit_stream) or not len(data.heldout_stream):
-        raise UserError(f"{config.traces}: too few positions to fit on and to hold out; harvest more")
-    rows = AcceptanceRows.collect(tables, fitted)
-    if not len(rows.label):
-        raise UserError(
-            f"{config.traces}: the drafter proposed no candidates in these texts, there is nothing to fit; harvest more, or use "
-            "another drafter"
-        )
+        raise UserError(f"{config.traces[0]}: too few positions to fit on and to hold out; harvest more")
     manifest = describe(traces, sorted(heldout), config)
     network = PredictorNetwork(manifest.shapes, config.width)
-    temperature = fit_temperature(rows, traces.manifest.drafter_temperatures)
-    model = AcceptanceModel(best="head", temperature=temperature, logistic=fit_logistic(rows))
     network.acceptance.start(model.logistic)
     epochs = train(network, data, config, logger)
     trained = time.monotonic() - started
-    share = choose_share(network, model.logistic, tables, blending)
+    share = choose_share(network, sources, blending)
     network.acceptance.keep(share)
     export_network(network, config.out)
     predictor = Predictor(open_session(config.out / ONNX_FILE, torch.get_num_threads()), manifest, model)
-    manifest.shrinkage = choose_shrinkage(predictor, tables, heldout)
+    manifest.shrinkage = choose_shrinkage(predictor, tables[0], heldout)
     metrics = judge(predictor, tables, fitted, heldout, config.out)
-    losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
-    model = model.model_copy(update={"best": metrics["best_acceptance"], "log_loss": losses})
-    metrics["fit"] = {"epochs": epochs, "prompts": len(fitted), "positions": sum(data.fit_stream.counts),
-                      "acceptance_nodes": len(rows.label), "head_share": share, "parameters": sum(p.numel() for p in network.parameters()),
+    model = model.model_copy(update={"best": metrics["best_acceptance"], "log_loss": losses_of(metrics["acceptance"])})
+    for sampling, calibration in model.sampled.items():
+        calibration.log_loss = losses_of(metrics["sampled"][f"{sampling:g}"])
+    metrics["fit"] = {"epochs": epochs, "prompts": len(fitted), "positions": data.fit_stream.positions,
+                      "acceptance_nodes": sum(len(one.label) for one in rows), "head_share": share, "parameters": sum(p.numel() for p in network.parameters()),
                       "train_seconds": trained, "seconds": time.monotonic() - started}  # fmt: skip
     write_folder(config.out, model, metrics, manifest)
     return FitReport(config.out, metrics, time.monotonic() - started)
 
 
-def describe(traces: Traces, heldout: list[int], config: FitConfig) -> PredictorManifest:
+def check_together(traces: list[Traces]) -> None:
+    """Raise UserError unless all traces are of one target, drafter and set of prompts, each at a temperature of its own."""
+    first = traces[0].manifest
+
+    def told(manifest: TraceManifest) -> dict[str, Any]:
+        return {"target": manifest.target.fingerprint, "drafter": manifest.drafter.fingerprint, "pool": manifest.pool,
+                "prompts": manifest.prompts_sha256, "drafter_temperatures": manifest.drafter_temperatures}  # fmt: skip
+
+    seen = {first.temperature: traces[0].path}
+    for one in traces[1:]:
+        for name, value in told(one.manifest).items():
+            if value != told(first)[name]:
+                raise UserError(
+                    f"{one.path}: harvested with other {name} than {traces[0].path}; use traces of the same"
+                )
+        temperature = one.manifest.temperature
+        if temperature in seen:
+            raise UserError(f"{one.path}: temperature {temperature:g}, as {seen[temperature]}; give one of them")
+        seen[temperature] = one.path
+
+
+def calibrated(traces: list[Traces], rows: list[AcceptanceRows]) -> AcceptanceModel:
+    """What needs no network, for the temperature of each of the traces. UserError where there is nothing to fit."""
+    for one, found in zip(traces, rows, strict=True):
+        if not len(found.label):
+            raise UserError(
+                f"{one.path}: the drafter proposed no candidates in these texts, there is nothing to fit; harvest more, or use "
+                "another drafter"
+            )
+    temperatures = [one.manifest.temperature for one in traces]
+    first, *further = (calibrate(found, traces[0].manifest.drafter_temperatures) for found in rows)
+    sampled = dict(zip(temperatures[1:], further, strict=True))
+    return AcceptanceModel(**dict(first), best="head", fitted_at=temperatures[0], sampled=sampled)
+
+
+def describe(traces: list[Traces], heldout: list[int], config: FitConfig) -> PredictorManifest:
     """The manifest of a predictor that is about to be fitted; its hashes come last."""
-    source, target = traces.manifest, traces.manifest.target
+    source, target = traces[0].manifest, traces[0].manifest.target
     shapes = PredictorShapes(hidden=target.hidden_size, state=source.drafter.width, layers=target.moe_layers,
                              experts=target.experts, top_k=target.top_k)  # fmt: skip
     return PredictorManifest(
         shapes=shapes, target=target.model_dump(), drafter=source.drafter.model_dump(), pool=source.pool,
-        temperature=source.temperature, traces=traces_fingerprint(traces), heldout_prompts=heldout, files={},
+        temperature=source.temperature, traces=traces[0].fingerprint,
+        further_traces=tuple(one.fingerprint for one in traces[1:]), heldout_prompts=heldout, files={},
         config=config.model_dump(mode="json"), versions=versions(),
     )  # fmt: skip
 
 
-def judge(predictor: Predictor, tables: NodeTables, fitted: set[int], heldout: set[int], out: Path) -> dict[str, Any]:
-    """Held-out metrics, with the best acceptance kind and the figures of `bars`.
+def judge(
+    predictor: Predictor, tables: list[NodeTables], fitted: set[int], heldout: set[int], out: Path
+) -> dict[str, Any]:  # fmt: skip
+    """Held-out metrics, with the best acceptance kind and the figures of `bars`; of all but the first tables, acceptance alone.
 
     Plots how reliable each kind is into `out`, where there is matplotlib.
     """
-    baseline = routing_table(tables, fitted, heldout, predictor.shapes)
-    traces = tables.traces.manifest
-    evaluation = Evaluation(predictor, baseline, traces.drafter_temperatures)
-    evaluation.run(tables, heldout)
-    plot_reliability({"held-out text": evaluation.judged()}, out / RELIABILITY_PLOT)
-    metrics = evaluation.metrics()
-    losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
+    baseline = routing_table(tables[0], fitted, heldout, predictor.shapes)
+    found = {}
+    for table in tables:
+        found[table.sampling] = Evaluation(
+            predictor, baseline, table.traces.manifest.drafter_temperatures, table.sampling
+        )
+        found[table.sampling].run(table, heldout)
+    plot_reliability({f"held-out text, T = {at:g}": one.judged() for at, one in found.items()}, out / RELIABILITY_PLOT)
+    metrics, *further = (one.metrics() for one in found.values())
+    sampled = zip(list(found)[1:], further, strict=True)
+    metrics["sampled"] = {f"{at:g}": values["acceptance"] for at, values in sampled}
+    losses = losses_of(metrics["acceptance"])
     metrics["best_acceptance"] = min(losses, key=losses.__getitem__)
     metrics["bars"] = bars(metrics)
     return metrics
 
 
+def losses_of(accepted: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Log loss by kind."""
+    return {kind: value["log_loss"] for kind, value in accepted.items()}
+
+
 def bars(metrics: dict[str, Any]) -> dict[str, float]:
     """The figures that decide whether a predictor is good enough: see `misses`."""
-    losses = {kind: value["log_loss"] for kind, value in metrics["acceptance"].items()}
+    losses = losses_of(metrics["acceptance"])
     best = losses[metrics["best_acceptance"]]
     return {
         "misses_saved_vs_token_table": metrics["routing_misses_saved"]["token_table"]["nodes"],
@@ -237,11 +281,6 @@ def write_folder(out: Path, model: AcceptanceModel, metrics: dict[str, Any], man
     temporary = out / f".{MANIFEST_FILE}"
     temporary.write_text(manifest.model_copy(update={"files": files}).model_dump_json(indent=2) + "\n")
     os.replace(temporary, out / MANIFEST_FILE)
-
-
-def traces_fingerprint(traces: Traces) -> str:
-    """Hash over the shards' hashes."""
-    return hashlib.sha256("".join(shard.sha256 for shard in traces.manifest.shards).encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:

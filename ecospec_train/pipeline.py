@@ -6,6 +6,7 @@ drafter: owner/head          # or ngram, which needs no weights
 prompts: prompts.jsonl
 out: runs/my-model           # gets traces/ predictor/ profile.json policy/ bundle/
 harvest: {max_positions: 20000}
+harvest_sampled: {temperature: 0.7, max_positions: 5000}  # may be left out: traces-0.7/, of sampled text, for fit to learn from too
 fit: {}                      # keys of a stage are the fields of its configuration class
 profile: {}
 tune: {trials: 60}
@@ -32,7 +33,8 @@ from ecospec_runtime.errors import UserError
 from ecospec_train.stage_record import FOLDERS, begin, finish, why_stale
 from ecospec_train.stages import RUNNERS, config_class
 
-STAGES = ("harvest", "fit", "profile", "tune", "export")
+STAGES = ("harvest", "harvest_sampled", "fit", "profile", "tune", "export")
+SAMPLED = 0.7  # temperature of `harvest_sampled` that does not say
 
 
 class PipelineConfig(Config):
@@ -44,6 +46,7 @@ class PipelineConfig(Config):
     prompts: str
     out: Path
     harvest: dict[str, Any] = Field(default_factory=dict)
+    harvest_sampled: dict[str, Any] | None = None  # what differs from `harvest`
     fit: dict[str, Any] = Field(default_factory=dict)
     profile: dict[str, Any] = Field(default_factory=dict)
     tune: dict[str, Any] = Field(default_factory=dict)
@@ -67,6 +70,11 @@ class Stage:
     inputs: tuple[Path, ...]  # outputs of earlier stages
     output: Path
 
+    @property
+    def runner(self) -> str:
+        """What runs it, of `stages.RUNNERS`."""
+        return runner_of(self.name)
+
 
 def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
     """Read a pipeline file and apply `key=value` or `stage.key=value` overrides. Raises UserError naming key and file."""
@@ -83,7 +91,9 @@ def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
     for text in overrides:
         apply_override(values, text)
     try:
-        config = PipelineConfig.model_validate({k: {} if v is None and k in STAGES else v for k, v in values.items()})
+        config = PipelineConfig.model_validate(
+            {k: {} if v is None and k in STAGES and k != "harvest_sampled" else v for k, v in values.items()}
+        )
         return plan(config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -110,12 +120,19 @@ def apply_override(values: dict[str, Any], text: str) -> None:
 
 def plan(config: PipelineConfig) -> list[Stage]:
     """All stages with their configurations validated before the first one runs."""
-    out = config.out
+    out, sampled = config.out, config.harvest_sampled
+    if sampled is not None:
+        sampled = config.harvest | {"temperature": SAMPLED} | sampled
     traces, predictor, profile, policy = out / "traces", out / "predictor", out / "profile.json", out / "policy"
     models = {"target": config.target, "drafter": config.drafter}
+    harvest = models | {"prompts": config.prompts, "out": traces, "resume": True}
+    fitted_on = (
+        [traces] if sampled is None else [traces, sampled.setdefault("out", f"{traces}-{sampled['temperature']}")]
+    )
     defaults: dict[str, dict[str, Any]] = {
-        "harvest": models | {"prompts": config.prompts, "out": traces, "resume": True},
-        "fit": {"traces": traces, "out": predictor},
+        "harvest": harvest,
+        "harvest_sampled": harvest,
+        "fit": {"traces": fitted_on, "out": predictor},
         "profile": models | {"out": profile, "predictor": predictor},
         "tune": {"traces": traces, "predictor": predictor, "profile": profile, "out": policy},
         "export": {"predictor": config.tune.get("predictor", predictor), "policy": policy, "out": out / "bundle"},
@@ -124,7 +141,10 @@ def plan(config: PipelineConfig) -> list[Stage]:
         defaults["tune"] |= {"prompts": config.prompts} | {k: config.profile.get(k, models[k]) for k in models}
     stages = []
     for name in STAGES:
-        section = stage_config(name, defaults[name] | getattr(config, name))
+        own = sampled if name == "harvest_sampled" else getattr(config, name)
+        if own is None:
+            continue
+        section = stage_config(name, defaults[name] | own)
         stages.append(Stage(name, section, paths_of(section), getattr(section, "out")))  # noqa: B009
     return stages
 
@@ -138,10 +158,15 @@ def paths_of(section: Config) -> tuple[Path, ...]:
     return tuple(found)
 
 
+def runner_of(name: str) -> str:
+    """`harvest_sampled` is a harvest."""
+    return name.partition("_")[0]
+
+
 def stage_config(name: str, values: Mapping[str, Any]) -> Config:
     """Validate a stage's section; a mistake names the section."""
     try:
-        return config_class(name).model_validate(dict(values))
+        return config_class(runner_of(name)).model_validate(dict(values))
     except UserError as error:
         raise UserError(f"section '{name}': {error}") from None
 
@@ -158,7 +183,7 @@ def run_pipeline(stages: Sequence[Stage], announce: Callable[[str], None] = prin
         if getattr(stage.config, "devices", 1) > 1:
             run_apart(stage)
         else:
-            RUNNERS[stage.name](stage.config)
+            RUNNERS[stage.runner](stage.config)
         finish(stage, record)
 
 
@@ -170,7 +195,7 @@ def run_apart(stage: Stage) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{stage.name}.json"
         path.write_text(stage.config.model_dump_json(), encoding="utf-8")
-        process = subprocess.Popen([sys.executable, "-m", "ecospec_train.cli", "stage", stage.name, str(path)])
+        process = subprocess.Popen([sys.executable, "-m", "ecospec_train.cli", "stage", stage.runner, str(path)])
         while True:
             try:
                 code = process.wait()

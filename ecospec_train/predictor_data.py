@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ecospec_kernels.predict_pool.inputs import clean_scalars
+from ecospec_runtime.acceptance import AcceptanceModel, head_logits
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Floats, Ints
 from ecospec_runtime.predictor import Embed
@@ -40,6 +42,7 @@ class Batch:
     group: Tensor  # [N]
     label: Tensor  # [N] 1 where the target takes the node after its parent
     weight: Tensor  # [N] of the acceptance loss: 1 if the node's parent is truly reached, less if not
+    offset: Tensor  # [N] that the text's sampling temperature adds to the network's acceptance logits
     groups: int  # G
 
     def to(self, device: torch.device, **kwargs: object) -> Batch:
@@ -147,6 +150,7 @@ class NodeTables:
 
     def __init__(self, traces: Traces, block_bytes: int = BLOCK_BYTES, seed: int = 0):
         self.traces = traces
+        self.sampling = traces.manifest.temperature
         self.embed: Embed = traces.embedding()
         self.blocks: list[list[int]] = []
         filled = block_bytes
@@ -187,16 +191,21 @@ def network_inputs(table: NodeTable, rows: Ints, embed: Embed) -> dict[str, Floa
             "state": table.states[table.feature_rows[rows]].astype(np.float32), "scalars": table.scalars[rows]}  # fmt: skip
 
 
-def make_batch(table: NodeTable, rows: Ints, embed: Embed, unreached_weight: float = 0.0) -> Batch:
-    """Collect rows of a table, siblings always together. Nodes with an unreached parent weigh `unreached_weight`."""
+def make_batch(
+    table: NodeTable, rows: Ints, embed: Embed, unreached_weight: float = 0.0, model: AcceptanceModel | None = None
+) -> Batch:  # fmt: skip
+    """Collect rows of a table, siblings always together. Nodes with an unreached parent weigh `unreached_weight`; `model` is of
+    the text's temperature."""
     parents = table.parents[rows]
     weight = np.where(parents < 0, 0.0, np.maximum(table.weight[rows], unreached_weight)).astype(np.float32)
+    nothing = np.zeros(len(rows), np.float32)
+    offset = nothing if model is None else head_logits(nothing, table.scalars[rows], model)
     _, group = np.unique(np.where(parents >= 0, parents, -1 - np.arange(len(rows))), return_inverse=True)
     return Batch(
         **{name: torch.from_numpy(value) for name, value in network_inputs(table, rows, embed).items()},
         routing=torch.from_numpy(table.routing[rows].astype(np.int64)),
         group=torch.from_numpy(group), label=torch.from_numpy(table.label[rows]),
-        weight=torch.from_numpy(weight), groups=len(rows),
+        weight=torch.from_numpy(weight), offset=torch.from_numpy(offset), groups=len(rows),
     )  # fmt: skip
 
 
@@ -204,13 +213,16 @@ class BatchStream(IterableDataset[Batch]):
     """Batches of `batch_positions` positions: blocks in random order, positions shuffled within. Ranks share each block.
 
     `node_share` < 1 keeps that share of the sibling groups whose parent is not reached; roots and groups of a reached
-    parent stay. No `seed`: everything, in order. Acceptance is not learned from the prompts of `routing_only`.
+    parent stay. No `seed`: everything, in order. Acceptance is not learned from the prompts of `routing_only`. `model`: see
+    `make_batch`.
     """
 
     def __init__(
         self, tables: NodeTables, prompts: set[int], batch_positions: int, node_share: float = 1.0,
         unreached_weight: float = 0.0, seed: int | None = None, routing_only: set[int] | None = None,
+        model: AcceptanceModel | None = None,
     ):  # fmt: skip
+        self.model = model
         self.tables, self.prompts, self.batch_positions = tables, prompts, batch_positions
         self.routing_only = routing_only or set()
         self.node_share, self.unreached_weight, self.seed, self.epoch = node_share, unreached_weight, seed, 0
@@ -246,21 +258,46 @@ class BatchStream(IterableDataset[Batch]):
             for start in range(0, len(positions), self.batch_positions):
                 rows = table.rows_of(positions[start : start + self.batch_positions])
                 rows = rows[kept[rows]]
-                batch = make_batch(table, rows, self.tables.embed, self.unreached_weight)
+                batch = make_batch(table, rows, self.tables.embed, self.unreached_weight, self.model)
                 batch.weight *= torch.from_numpy(learned[rows])
                 yield batch
 
 
+class MixedStream(IterableDataset[Batch]):
+    """The batches of several streams in random order."""
+
+    def __init__(self, streams: list[BatchStream], seed: int):
+        self.streams, self.seed, self.epoch = streams, seed, 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.streams))
+
+    @property
+    def positions(self) -> int:
+        """Of all streams."""
+        return sum(sum(stream.counts) for stream in self.streams)
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = np.repeat(np.arange(len(self.streams)), [len(stream) for stream in self.streams])
+        turns = np.random.default_rng((self.seed, self.epoch)).permutation(order)
+        self.epoch += 1
+        batches = [iter(stream) for stream in self.streams]
+        for turn in turns:
+            yield from islice(batches[turn], 1)
+
+
 class PredictorData(L.LightningDataModule):
-    """Fit and held-out streams over one traces folder."""
+    """Fit stream over the traces of several sampling temperatures, each with the acceptance model of its own; held-out stream
+    over the first."""
 
     def __init__(
-        self, tables: NodeTables, fit: set[int], heldout: set[int], batch_positions: int, node_share: float,
-        unreached_weight: float, seed: int, routing_only: set[int] | None = None,
+        self, sources: list[tuple[NodeTables, AcceptanceModel]], fit: set[int], heldout: set[int], batch_positions: int,
+        node_share: float, unreached_weight: float, seed: int, routing_only: set[int] | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.fit_stream = BatchStream(tables, fit, batch_positions, node_share, unreached_weight, seed, routing_only)
-        self.heldout_stream = BatchStream(tables, heldout, batch_positions)
+        settings = batch_positions, node_share, unreached_weight, seed, routing_only
+        self.fit_stream = MixedStream([BatchStream(tables, fit, *settings, model) for tables, model in sources], seed)
+        self.heldout_stream = BatchStream(sources[0][0], heldout, batch_positions)
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Shuffled batches of the fit prompts."""

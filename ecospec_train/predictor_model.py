@@ -137,7 +137,9 @@ class PredictorModule(L.LightningModule):
         """Routing loss, acceptance loss and routing logits of a batch."""
         routing_logits, acceptance_logits = self.network(batch.embedding, batch.parent, batch.state, batch.scalars)
         routing = routing_loss(routing_logits, batch.routing)
-        accepted = acceptance_loss(acceptance_logits, batch.group, batch.label, batch.weight, batch.groups)
+        accepted = acceptance_loss(
+            acceptance_logits + batch.offset, batch.group, batch.label, batch.weight, batch.groups
+        )
         return routing, accepted, routing_logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

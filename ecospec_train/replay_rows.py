@@ -129,7 +129,7 @@ def load_rows(
     manifest = traces.manifest
     check_lineage(traces, predictor)
     kind: AcceptanceKind = "raw" if predictor is None else "head"
-    scorer = Scorer(predictor, kind, manifest.target.moe_layers, manifest.target.experts)
+    scorer = Scorer(predictor, kind, manifest.target.moe_layers, manifest.target.experts).at(manifest.temperature)
     embed = traces.embedding()
     kinds: tuple[AcceptanceKind, ...] = ("raw",) if predictor is None else get_args(AcceptanceKind)
     place = TemporaryDirectory(prefix="ecospec-replay-", dir=folder, ignore_cleanup_errors=True)

@@ -30,6 +30,11 @@ def parse_size(value: Any) -> int:
     return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
 
 
+def one_or_many(value: Any) -> Any:
+    """A tuple of one where one is given."""
+    return (value,) if isinstance(value, str | Path) else value
+
+
 class HarvestConfig(Config):
     """Everything that decides the rows of a harvest, and where they go."""
 
@@ -62,7 +67,7 @@ class HarvestConfig(Config):
 class FitConfig(Config):
     """Settings of `fit`; the defaults suit a quick fit on two cores."""
 
-    traces: Path
+    traces: tuple[Path, ...] = Field(min_length=1)  # the first, and more of the same prompts at other temperatures
     out: Path
     width: int = Field(default=192, ge=8, le=8192)  # of the trunk; 512 for targets with thousands of experts in all
     epochs: int = Field(default=12, ge=1)
@@ -76,6 +81,11 @@ class FitConfig(Config):
     seed: int = Field(default=0, ge=0, lt=2**32)
     devices: int = Field(default=1, ge=1)
     accelerator: str = "auto"
+
+    @field_validator("traces", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return one_or_many(value)
 
 
 class ProfileConfig(Config):
@@ -133,7 +143,7 @@ class TuneConfig(Config):
     @field_validator("predictor", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str | Path) else value
+        return one_or_many(value)
 
 
 class ExportConfig(Config):
@@ -148,4 +158,4 @@ class ExportConfig(Config):
     @field_validator("predictor", "policy", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str | Path) else value
+        return one_or_many(value)

@@ -34,7 +34,7 @@ def run_fit(config: FitConfig) -> Any:
     """The predictor, registered as a model version; see `ecospec_train.fit`."""
     from ecospec_train.fit import fit
 
-    with track("fit", config.model_dump(mode="json"), config.out, [config.traces]) as run:
+    with track("fit", config.model_dump(mode="json"), config.out, config.traces) as run:
         report = fit(config, logger=lightning_logger(run))
         run.log_metrics(report.metrics)
         for name in ("metrics.json", "acceptance.json", "manifest.json"):

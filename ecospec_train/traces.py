@@ -258,6 +258,11 @@ class Traces:
     def __len__(self) -> int:
         return self.manifest.rows
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash over the shards' hashes."""
+        return hashlib.sha256("".join(shard.sha256 for shard in self.manifest.shards).encode()).hexdigest()
+
     def shards(self) -> Iterator[TraceShard]:
         """Every shard in turn, its hash checked; memory holds one at a time."""
         for index in range(len(self.manifest.shards)):

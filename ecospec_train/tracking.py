@@ -129,13 +129,15 @@ def lightning_logger(run: StageRun) -> Any:
 
 
 def upstream_runs(inputs: Sequence[Path]) -> dict[str, str]:
-    """Stage name -> run id of every input that carries a record."""
+    """Stage name -> run id of every input that carries a record; further inputs of a stage are numbered: harvest, harvest.2."""
     found: dict[str, str] = {}
     for path in inputs:
         record = record_path(path)
         if record.is_file():
             data = json.loads(record.read_text(encoding="utf-8"))
-            found[str(data["stage"])] = str(data["run_id"])
+            name = str(data["stage"])
+            before = sum(key.partition(".")[0] == name for key in found)
+            found[f"{name}.{before + 1}" if before else name] = str(data["run_id"])
     return found
 
 

@@ -181,7 +181,7 @@ def split_prompts(traces: Traces, predictors: Sequence[Predictor], config: TuneC
     everything = {prompt for shard in traces.manifest.shards for prompt in shard.prompt_ids}
     prompts = set(everything)
     for predictor in predictors:
-        if predictor.manifest.traces == fingerprint(traces):
+        if predictor.manifest.fitted_on(traces.fingerprint):
             prompts &= set(predictor.manifest.heldout_prompts)
     if len(prompts) < min(MIN_PROMPTS, len(everything)):
         note(f"tune: the fit held out only {len(prompts)} prompts; tuning on all of them, which flatters the result")
@@ -193,18 +193,13 @@ def split_prompts(traces: Traces, predictors: Sequence[Predictor], config: TuneC
     return set(order) - set(confirming), set(confirming)
 
 
-def fingerprint(traces: Traces) -> str:
-    """Hash over the shards' hashes, as `fit` records it."""
-    return hashlib.sha256("".join(shard.sha256 for shard in traces.manifest.shards).encode()).hexdigest()
-
-
 def open_study(
     storage: BaseStorage, config: TuneConfig, profile: DeviceProfile, traces: Traces, space: Space
 ) -> optuna.Study:  # fmt: skip
     """Create the study of these inputs, or continue it."""
     manifests = [(folder / MANIFEST_FILE).read_text(encoding="utf-8") for folder in config.predictor]
     inputs = json.dumps([
-        fingerprint(traces), profile.model_dump(), manifests, config.positions, config.confirm, config.seed,
+        traces.fingerprint, profile.model_dump(), manifests, config.positions, config.confirm, config.seed,
         config.objectives, space, yardsticks(space), search_space.SEARCHED, search_space.MIN_REACHES, search_space.PAUSES,
     ])  # fmt: skip
     name = f"ecospec-{hashlib.sha256(inputs.encode()).hexdigest()[:16]}"

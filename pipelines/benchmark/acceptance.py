@@ -39,7 +39,6 @@ from ecospec_train.calibrate import calibration_error, log_loss
 from ecospec_train.reliability import plot_reliability
 from ecospec_train.replay import ReplayRows, load_rows, replay, replay_at_best_price
 from ecospec_train.traces import Traces
-from ecospec_train.tune import fingerprint
 
 LOOPS, TEMPLATE, PROSE = 0.1, 0.5, 0.75  # shares from which a text counts as one of loops, template, prose
 GRAM = 4
@@ -121,7 +120,7 @@ def truth(pool: Pool, next_tokens: Ints) -> tuple[Floats, NDArray[np.bool_]]:
 
 def judged_prompts(traces: Traces, predictor: Predictor, unseen: bool) -> set[int]:
     """The prompts to judge on: what the fit held out, or all of traces that it had no part of. UserError for the wrong case."""
-    fitted = predictor.manifest.traces == fingerprint(traces)
+    fitted = predictor.manifest.fitted_on(traces.fingerprint)
     if unseen and fitted:
         raise UserError(f"{traces.path}: the predictor was fitted on them; leave out --unseen")
     if not unseen and not fitted:
@@ -135,7 +134,7 @@ def judged_prompts(traces: Traces, predictor: Predictor, unseen: bool) -> set[in
 
 def read_texts(traces: Traces, predictor: Predictor, told: Told, held: set[int]) -> dict[int, Text]:
     """The texts `held` by prompt id, in the order of the traces, scored as decoding scores; `told` learns their labels."""
-    embed = traces.embedding()
+    embed, model = traces.embedding(), predictor.acceptance.at(traces.manifest.temperature)
     texts: dict[int, Text] = {}
     for shard in traces.shards():
         for row in np.flatnonzero(np.isin(shard.prompt_id, list(held))).tolist():
@@ -147,7 +146,7 @@ def read_texts(traces: Traces, predictor: Predictor, told: Told, held: set[int])
             logits = predictor.predict(pool, embed, routing=False).acceptance_logits[1:]
             for kind in KINDS:
                 given = logits if kind == "head" else None
-                estimate = acceptance(pool, kind, predictor.acceptance, given)
+                estimate = acceptance(pool, kind, model, given)
                 text.estimates[kind].append(estimate[judged])
     return texts
 

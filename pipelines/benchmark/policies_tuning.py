@@ -27,8 +27,8 @@ from ecospec_train.harvest import HarvestConfig, harvest
 from ecospec_train.replay import ReplayResult, ReplayRows, load_rows, replay
 from ecospec_train.search_space import Space
 from ecospec_train.steps import Steps
-from ecospec_train.traces import TraceManifest, Traces
-from ecospec_train.tune import TuneConfig, fingerprint, predictor_id, split_prompts
+from ecospec_train.traces import MANIFEST, TraceManifest, Traces
+from ecospec_train.tune import TuneConfig, predictor_id, split_prompts
 from pipelines.benchmark.contest import ENTRIES, OURS, tune_entry
 
 OFF = PolicySpec(name="off")
@@ -96,7 +96,7 @@ class Material:
         chosen = {key: getattr(self.settings, key) for key in ("trials", "seed", "positions")}
         profile = hashlib.sha256(self.profile.model_dump_json().encode()).hexdigest()
         predictor = predictor_id(self.settings.run / "predictor")
-        return chosen | {"profile": profile, "predictor": predictor, "traces": fingerprint(self.traces)}
+        return chosen | {"profile": profile, "predictor": predictor, "traces": self.traces.fingerprint}
 
     @cached_property
     def tuning_rows(self) -> ReplayRows:
@@ -120,7 +120,8 @@ def prepare(settings: Settings, predictor: Predictor, profile: DeviceProfile, te
 
 
 def traces_at(settings: Settings, predictor: Predictor, temperature: float) -> Traces:
-    """The run's own traces, or those of its held-out prompts at another temperature, harvested once. UserError."""
+    """The run's own traces, those at another temperature that its fit had a part in, or those of its held-out prompts, harvested
+    once. UserError."""
     own = Traces(settings.run / "traces")
     manifest = own.manifest
     if manifest.temperature == temperature:
@@ -129,6 +130,8 @@ def traces_at(settings: Settings, predictor: Predictor, temperature: float) -> T
     if weights_of(resolve_folder(source, "target")) != manifest.target.fingerprint:
         raise UserError(f"target {source}: not the one of {own.path}; name that with --source-target")
     out = settings.run / f"traces-{temperature:g}"
+    if (out / MANIFEST).exists() and predictor.manifest.fitted_on((fitted := Traces(out)).fingerprint):
+        return fitted
     prompts = out.with_name(f"{out.name}.jsonl")
     write_heldout(settings.run / "harvest.jsonl", prompts, own, predictor)
     existed = out.exists()
@@ -153,7 +156,7 @@ def write_heldout(source: Path, path: Path, traces: Traces, predictor: Predictor
     prompts = read_prompts(source)
     if fingerprint_prompts(prompts) != traces.manifest.prompts_sha256:
         raise UserError(f"{source}: not the prompts that {traces.path} was harvested from")
-    if predictor.manifest.traces != fingerprint(traces):
+    if not predictor.manifest.fitted_on(traces.fingerprint):
         raise UserError(f"{traces.path}: not what the predictor was fitted on, so nobody knows what it has seen")
     heldout = predictor.manifest.heldout_prompts
     if not heldout:

@@ -9,18 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ecospec_kernels.predict_pool.inputs import scalars_of
 from ecospec_runtime.acceptance import (
     KINDS,
     TEMPERATURES,
     AcceptanceModel,
+    Calibration,
     LogisticWeights,
     acceptance,
+    logistic_logits,
     sibling_softmax,
 )
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Pool
 
 MODEL = AcceptanceModel(best="head", temperature=0.5, logistic=LogisticWeights(log_p=2.0, rank=-0.5, bias=0.25))
+CONDITIONED = MODEL.model_copy(
+    update={"sampled": {0.8: Calibration(temperature=0.7, logistic=LogisticWeights(log_p=1.0, entropy=0.5, bias=0.75))}}
+)
 ODD = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
@@ -60,6 +66,28 @@ def test_logistic_is_linear_in_log_p_rank_depth_and_entropy_and_shared_by_siblin
     assert acceptance(pool, "logistic", model) == pytest.approx(odds / (1 + shared), rel=1e-5)
 
 
+def test_each_sampling_temperature_has_its_own_temperature_and_logistic() -> None:
+    """Between fitted ones the logistic is interpolated; beyond them, and for tau, the nearest serves."""
+    assert MODEL.at(0.8) is MODEL, "fitted at one temperature only: it serves at all"
+    assert CONDITIONED.at(0.0).logistic == MODEL.logistic
+    between = CONDITIONED.at(0.2).logistic
+    assert between.vector() == pytest.approx([1.75, -0.375, 0.0, 0.125])
+    assert between.bias == pytest.approx(0.375)
+    assert CONDITIONED.at(3.0).logistic == CONDITIONED.at(0.8).logistic == CONDITIONED.sampled[0.8].logistic
+    assert [CONDITIONED.at(t).temperature for t in (0.0, 0.3, 0.5, 2.0)] == [0.5, 0.5, 0.7, 0.7]
+    assert AcceptanceModel.model_validate_json(CONDITIONED.model_dump_json()) == CONDITIONED
+
+
+def test_the_head_corrects_the_logistic_of_the_temperature() -> None:
+    """What the network adds to the one it was trained on it adds to the other."""
+    pool, correction = small_pool(), np.array([0.3, -0.2, 0.0, 1.0], np.float32)
+    network = logistic_logits(scalars_of(pool)[1:], MODEL.logistic) + correction
+    for sampling, weights in ((0.0, MODEL.logistic), (0.8, CONDITIONED.sampled[0.8].logistic)):
+        expected = sibling_softmax(logistic_logits(scalars_of(pool)[1:], weights) + correction, pool.parents)
+        found = acceptance(pool, "head", CONDITIONED.at(sampling), network)
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_siblings_share_a_softmax_with_none_of_these() -> None:
     found = sibling_softmax(np.array([1.0, 2.0, -1.0], np.float32), np.array([-1, -1, 0]))
     e = np.exp([1.0, 2.0, -1.0])
@@ -82,10 +110,10 @@ def test_an_unknown_estimate_falls_back_to_the_drafter_and_spares_its_siblings()
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(KINDS), st.lists(ODD, min_size=8, max_size=8))
-def test_garbage_never_leaves_the_unit_interval(kind: str, values: list[float]) -> None:
+@given(st.sampled_from(KINDS), st.lists(ODD, min_size=8, max_size=8), st.sampled_from([0.0, 0.5]))
+def test_garbage_never_leaves_the_unit_interval(kind: str, values: list[float], sampling: float) -> None:
     pool = small_pool(values[4:])
-    found = acceptance(pool, kind, MODEL, np.array(values[:4], np.float32))  # type: ignore[arg-type]
+    found = acceptance(pool, kind, CONDITIONED.at(sampling), np.array(values[:4], np.float32))  # type: ignore[arg-type]
     assert found.dtype == np.float32
     assert ((found >= 0) & (found <= 1)).all()
 

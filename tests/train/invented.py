@@ -25,6 +25,7 @@ class NearlyRightPredictor:
             drafter={"fingerprint": "d" * 64, "kind": "eagle3", "id": "invented"},
             traces="",
             heldout_prompts=[],
+            fitted_on=lambda traces: traces == self.manifest.traces,
         )
         self.acceptance = AcceptanceModel(best="head", temperature=0.7, logistic=LogisticWeights(depth=-0.1, bias=0.3))
 

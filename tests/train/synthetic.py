@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -98,8 +99,8 @@ class World:
 
 
 def write_traces(folder: Path, prompts: int = 40, positions: int = 12, temperature: float = 0.0, seed: int = 0,
-                 shard_rows: int = 100, poison: bool = False) -> Path:  # fmt: skip
-    """Write a traces folder; `poison` puts NaN into every drafter state. Returns the folder."""
+                 shard_rows: int = 100, poison: bool = False, **changes: Any) -> Path:  # fmt: skip
+    """Write a traces folder; `poison` puts NaN into every drafter state, `changes` are to its manifest. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     world, rng = World(seed), np.random.default_rng(seed)
     writer = ShardWriter(folder, EXPERTS, shard_rows=shard_rows)
@@ -126,5 +127,5 @@ def write_traces(folder: Path, prompts: int = 40, positions: int = 12, temperatu
         prompts_sha256="p" * 64, shards=writer.shards, versions={}, command=[],
         embedding_sha256=hashlib.sha256((folder / "embedding.safetensors").read_bytes()).hexdigest(),
     )  # fmt: skip
-    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    (folder / "manifest.json").write_text(manifest.model_copy(update=changes).model_dump_json())
     return folder

@@ -12,17 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ecospec_runtime.acceptance import KINDS
+from ecospec_runtime.acceptance import KINDS, TEMPERATURES, AcceptanceModel, LogisticWeights
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import pack_masks
 from ecospec_runtime.predictor import Predictor, PredictorShapes
 from ecospec_runtime.scoring import Scorer
+from ecospec_train.evaluate import Evaluation, routing_table
 from ecospec_train.fit import FitConfig, FitReport, fit, misses, train
 from ecospec_train.predictor_data import NodeTables, PredictorData, split_prompts
 from ecospec_train.predictor_model import PredictorModule, PredictorNetwork, acceptance_loss, recall, routing_loss
 from ecospec_train.traces import Traces
 from tests.train.synthetic import EXPERTS, HIDDEN, LAYERS, TOP_K, WIDTH, write_traces
 
+MODEL = AcceptanceModel(best="head", temperature=0.5, logistic=LogisticWeights())
 SHAPES = PredictorShapes(hidden=HIDDEN, state=WIDTH, layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
 
 
@@ -93,7 +95,7 @@ def trained(traces: Path, config: FitConfig) -> tuple[PredictorNetwork, int]:
     net = PredictorNetwork(SHAPES, config.width)
     fit_prompts, heldout = split_prompts(list(range(40)), config.heldout, config.seed)
     data = PredictorData(
-        NodeTables(Traces(traces)), fit_prompts, heldout, config.batch_positions, 0.5, 0.1, config.seed
+        [(NodeTables(Traces(traces)), MODEL)], fit_prompts, heldout, config.batch_positions, 0.5, 0.1, config.seed
     )
     return net, train(net, data, config, None)
 
@@ -116,6 +118,42 @@ def test_poisoned_states_are_a_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not finite"):
         fit(FitConfig(traces=source, out=tmp_path / "fit", width=16, epochs=1))
     assert not (tmp_path / "fit" / "manifest.json").exists()
+
+
+def test_sampled_text_has_an_acceptance_model_of_its_own(traces: Path, tmp_path: Path) -> None:
+    """Fitted on prompts of the same part, better there than the greedy one, and no part of the greedy one's figures."""
+    warm = write_traces(tmp_path / "warm", temperature=1.5, seed=0)
+    settings = {"width": 32, "epochs": 4, "batch_positions": 16, "max_seconds": None}
+    both = fit(FitConfig(traces=(traces, warm), out=tmp_path / "both", **settings))
+    alone = fit(FitConfig(traces=traces, out=tmp_path / "alone", **settings))
+    predictor, greedy = Predictor.from_folder(both.predictor), Predictor.from_folder(alone.predictor)
+    assert [predictor.manifest.fitted_on(Traces(one).fingerprint) for one in (traces, warm)] == [True, True]
+    assert not greedy.manifest.fitted_on(Traces(warm).fingerprint)
+    assert predictor.manifest.heldout_prompts == greedy.manifest.heldout_prompts
+    model = predictor.acceptance
+    assert (model.logistic, model.temperature) == (greedy.acceptance.logistic, greedy.acceptance.temperature)
+    assert list(model.sampled) == [1.5]
+    losses = {kind: value["log_loss"] for kind, value in both.metrics["sampled"]["1.5"].items()}
+    assert model.sampled[1.5].log_loss == losses
+    tables, heldout = NodeTables(Traces(warm)), set(predictor.manifest.heldout_prompts)
+    unadapted = Evaluation(greedy, routing_table(tables, set(), heldout, SHAPES), TEMPERATURES, 1.5)
+    unadapted.run(tables, heldout)
+    for kind, value in unadapted.metrics()["acceptance"].items():
+        assert losses[kind] < value["log_loss"] or kind in ("raw", "temperature"), kind
+    assert both.metrics["fit"]["positions"] == 2 * alone.metrics["fit"]["positions"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"prompts_sha256": "q" * 64}, "other prompts"), ({"drafter_temperatures": (1.0,)}, "other drafter_temperatures"),
+     ({"temperature": 0.0}, "temperature 0, as")],
+)  # fmt: skip
+def test_traces_that_do_not_belong_together_are_refused(
+    traces: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    other = write_traces(tmp_path / "other", **({"temperature": 0.7} | changes))
+    with pytest.raises(UserError, match=named):
+        fit(FitConfig(traces=(traces, other), out=tmp_path / "fit"))
 
 
 def test_one_prompt_is_too_few(tmp_path: Path) -> None:

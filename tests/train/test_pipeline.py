@@ -37,6 +37,21 @@ def test_shipped_files_parse(path: Path) -> None:
     assert plan[-1].output == Path("runs") / path.stem / "bundle"
 
 
+def test_sampled_text_is_a_stage_of_its_own_that_fit_reads(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path, tmp_path, tmp_path)
+    names = [stage.name for stage in load_pipeline(path)]
+    assert names == ["harvest", "harvest_sampled", "fit", "profile", "tune", "export"]
+    assert load_pipeline(path)[1].runner == "harvest"
+    greedy, sampled, fit, *_ = load_pipeline(path, ["harvest_sampled.temperature=0.5"])
+    assert (sampled.output, sampled.config.temperature) == (tmp_path / "run/traces-0.5", 0.5)  # type: ignore[attr-defined]
+    same = {"temperature", "out", "max_positions"}
+    assert sampled.config.model_dump(exclude=same) == greedy.config.model_dump(exclude=same)
+    assert fit.inputs == (greedy.output, sampled.output)
+    assert len(load_pipeline(path, ["harvest_sampled=null"])) == 5
+    with pytest.raises(UserError, match=r"section 'harvest_sampled': .*temprature"):
+        load_pipeline(path, ["harvest_sampled.temprature=1"])
+
+
 def write_pipeline(folder: Path, target: Path, drafter: Path, **changes: Any) -> Path:
     """A pipeline over the tiny models that takes seconds."""
     prompts = folder / "prompts.jsonl"
@@ -46,6 +61,7 @@ def write_pipeline(folder: Path, target: Path, drafter: Path, **changes: Any) ->
         "name": "tiny", "target": str(target), "drafter": str(drafter), "prompts": str(prompts),
         "out": str(folder / "run"),
         "harvest": {"max_new_tokens": 8, "pool": {"depth": 3, "beam": 2, "width": 4}},
+        "harvest_sampled": {"max_positions": 40},
         "fit": {"width": 16, "epochs": 1, "heldout": 0.4},
         "profile": {"tokens": [1, 2, 4, 8], "contexts": [16, 48], "repeats": 3, "allow_busy": True, "pool": {"depth": 3, "beam": 2, "width": 4}},
         "tune": {"trials": 1, "confirm_live": 1, "live_prompts": 3},
@@ -97,7 +113,10 @@ def test_every_stage_is_a_run_with_lineage(finished: Path) -> None:
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name(tracking.EXPERIMENT)
     assert experiment is not None
-    runs = {run.data.tags["stage"]: run for run in client.search_runs([experiment.experiment_id])}
+    found = sorted(client.search_runs([experiment.experiment_id]), key=lambda run: run.info.start_time)
+    sampled = found.pop(1)  # the second harvest
+    runs = {run.data.tags["stage"]: run for run in found}
+    assert runs["fit"].data.tags["upstream.harvest.2"] == sampled.info.run_id
     assert set(runs) == {"harvest", "fit", "profile", "tune", "export"}
     assert all(run.info.status == "FINISHED" for run in runs.values())
     ids = {stage: run.info.run_id for stage, run in runs.items()}
@@ -121,8 +140,8 @@ def test_a_second_run_skips_everything_and_a_forced_one_takes_over_the_traces(
     monkeypatch.chdir(finished)
     result = run("run", finished / "tiny.yaml", "tune.positions=64")
     assert [line for line in result.stderr.splitlines() if line.startswith("[")] == [
-        f"[{i}/5] {name}: unchanged, skipped"
-        for i, name in enumerate(("harvest", "fit", "profile", "tune", "export"), 1)
+        f"[{i}/6] {name}: unchanged, skipped"
+        for i, name in enumerate(("harvest", "harvest_sampled", "fit", "profile", "tune", "export"), 1)
     ]
     before = (finished / "run/traces/manifest.json").read_bytes()
     seen: list[str] = []
@@ -197,7 +216,7 @@ def test_live_confirmation_decodes_with_what_was_profiled(tmp_path: Path) -> Non
     assert (tune.target, tune.drafter) == ("wide", "head")
     assert tune.prompts == str(tmp_path / "prompts.jsonl")
     assert plan["export"].predictor == tune.predictor == (Path("p"), Path("q"))  # type: ignore[attr-defined]
-    bare: Any = load_pipeline(path, ("tune.confirm_live=0",))[3].config
+    bare: Any = {s.name: s.config for s in load_pipeline(path, ("tune.confirm_live=0",))}["tune"]
     assert (bare.target, bare.prompts) == (None, None)
 
 

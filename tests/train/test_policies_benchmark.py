@@ -25,7 +25,7 @@ from ecospec_train import harvest as harvest_module
 from ecospec_train.harvest import HarvestConfig, harvest
 from ecospec_train.replay import load_rows, replay
 from ecospec_train.traces import Traces
-from ecospec_train.tune import fingerprint, load_profile
+from ecospec_train.tune import load_profile
 from pipelines.benchmark import policies, policies_report, policies_tuning
 from pipelines.benchmark.contest import ENTRIES, OURS, Entry, tune_entry
 from pipelines.benchmark.policies_tuning import ORACLE, Settings, bound, prepare
@@ -46,8 +46,8 @@ class Opinions:
         target = manifest.target
         self.shapes = SimpleNamespace(layers=target.moe_layers, experts=target.experts, top_k=target.top_k)
         self.manifest = SimpleNamespace(
-            target=target.model_dump(), drafter=manifest.drafter.model_dump(), traces=fingerprint(Traces(traces)),
-            heldout_prompts=HELDOUT,
+            target=target.model_dump(), drafter=manifest.drafter.model_dump(), traces=Traces(traces).fingerprint,
+            heldout_prompts=HELDOUT, fitted_on=lambda found: found == self.manifest.traces,
         )  # fmt: skip
 
     def predict(self, pool: Pool, embed: object, routing: bool = True) -> Prediction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ecospec_runtime.acceptance import TEMPERATURES, AcceptanceModel, LogisticWeights, logistic_logits
+from ecospec_runtime.acceptance import TEMPERATURES, AcceptanceModel, Calibration, LogisticWeights, logistic_logits
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import Prediction, PredictorShapes
 from ecospec_train.baselines import RoutingTable, hits, top_ids
@@ -35,6 +36,7 @@ from ecospec_train.predictor_data import (
 from ecospec_train.traces import Traces
 from tests.train.synthetic import EXPERTS, HIDDEN, LAYERS, TOP_K, WIDTH, World, write_traces
 
+MODEL = AcceptanceModel(best="head", temperature=0.5, logistic=LogisticWeights())
 SHAPES = PredictorShapes(hidden=HIDDEN, state=WIDTH, layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
 
 
@@ -86,11 +88,11 @@ def test_reading_block_by_block_gives_the_same_rows(traces: Traces) -> None:
     fit, heldout = split_prompts(list(range(20)), 0.2, 0)
     whole, blocks = NodeTables(traces), NodeTables(traces, block_bytes=1)
     assert (len(whole), len(blocks)) == (1, len(traces.manifest.shards))
-    a = PredictorData(whole, fit, heldout, 8, 1.0, 0.0, 0)
-    b = PredictorData(blocks, fit, heldout, 8, 1.0, 0.0, 0)
+    a = PredictorData([(whole, MODEL)], fit, heldout, 8, 1.0, 0.0, 0)
+    b = PredictorData([(blocks, MODEL)], fit, heldout, 8, 1.0, 0.0, 0)
     assert rows_seen(a.fit_stream) == rows_seen(b.fit_stream)
     assert rows_seen(a.heldout_stream) == rows_seen(b.heldout_stream)
-    assert sum(a.fit_stream.counts) + sum(a.heldout_stream.counts) == len(traces)
+    assert a.fit_stream.positions + sum(a.heldout_stream.counts) == len(traces)
     assert blocks.only is None
 
 
@@ -116,6 +118,29 @@ def test_batches_keep_siblings_together_when_far_nodes_are_dropped(traces: Trace
     assert sum(found) == kept
     assert set(found) <= set(sizes.tolist())
     assert max(found) == sizes.max() > 1
+
+
+def test_texts_of_several_temperatures_are_mixed(tmp_path: Path) -> None:
+    """Every batch of each comes once, all through an epoch, with what its temperature adds to the logits."""
+    cold, warm = (
+        NodeTables(Traces(write_traces(tmp_path / str(t), prompts=20, temperature=t, seed=3))) for t in (0.0, 0.8)
+    )
+    model = AcceptanceModel(
+        best="head", temperature=0.5, logistic=LogisticWeights(),
+        sampled={0.8: Calibration(temperature=0.7, logistic=LogisticWeights(log_p=2.0, bias=0.25))},
+    )  # fmt: skip
+    sources = [(tables, model.at(tables.sampling)) for tables in (cold, warm)]
+    stream = PredictorData(sources, set(range(20)), {20}, 8, 1.0, 0.1, seed=0).fit_stream
+    batches = list(stream)
+    assert len(batches) == len(stream) == sum(len(one) for one in stream.streams)
+    assert stream.positions == 2 * 20 * 12
+    warmed = [bool(batch.offset.any()) for batch in batches]
+    assert sum(warmed) == len(stream.streams[1])
+    assert sum(a != b for a, b in pairwise(warmed)) > 4, "not one after the other"
+    for batch, is_warm in zip(batches, warmed, strict=True):
+        expected = batch.scalars[:, 0] + 0.25 if is_warm else torch.zeros(len(batch.label))
+        torch.testing.assert_close(batch.offset, expected)
+    assert warmed != [bool(batch.offset.any()) for batch in stream], "another order in the next epoch"
 
 
 def test_groups_are_the_children_of_one_parent(traces: Traces) -> None:
@@ -209,9 +234,10 @@ def test_the_head_keeps_what_helps_on_text_it_has_not_learned_from(noise: float,
             told = 6 * rows.label - 3 if not noise else noise * rng.normal(size=len(plain))
             return None, torch.from_numpy((plain + told).astype(np.float32))
 
-    share = choose_share(Head(), weights, tables, prompts)  # type: ignore[arg-type]
+    model = AcceptanceModel(best="head", temperature=1.0, logistic=weights)
+    share = choose_share(Head(), [(tables, model)], prompts)  # type: ignore[arg-type]
     assert least <= share <= most
-    assert choose_share(Head(), weights, tables, set()) == 0.0  # type: ignore[arg-type]
+    assert choose_share(Head(), [(tables, model)], set()) == 0.0  # type: ignore[arg-type]
 
 
 def test_log_loss_and_calibration_error() -> None:
@@ -245,7 +271,7 @@ def judged(traces: Traces, wrong: int) -> dict:
     """Evaluation of the oracle on all prompts, baselines fitted on half."""
     tables = NodeTables(traces)
     table = routing_table(tables, set(range(10)), set(range(20)), SHAPES)
-    evaluation = Evaluation(Oracle(tables[0], wrong), table, traces.manifest.drafter_temperatures)  # type: ignore[arg-type]
+    evaluation = Evaluation(Oracle(tables[0], wrong), table, traces.manifest.drafter_temperatures, 0.0)  # type: ignore[arg-type]
     evaluation.run(tables, set(range(20)))
     return evaluation.metrics()
 
@@ -288,7 +314,7 @@ def test_shrinkage_is_chosen_by_the_union(traces: Traces) -> None:
     errors = []
     for value in (0.0, share):
         noisy.next, noisy.manifest.shrinkage = 0, value
-        evaluation = Evaluation(noisy, table, traces.manifest.drafter_temperatures)  # type: ignore[arg-type]
+        evaluation = Evaluation(noisy, table, traces.manifest.drafter_temperatures, 0.0)  # type: ignore[arg-type]
         evaluation.run(tables, everything)
         errors.append(sum(v["error"] for v in evaluation.metrics()["union"].values()))
     assert errors[1] < errors[0]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ecospec_runtime import gate
-from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights
+from ecospec_runtime.acceptance import AcceptanceModel, Calibration, LogisticWeights
 from ecospec_runtime.architectures import Architecture, save
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.drafters import load_drafter
@@ -63,7 +63,10 @@ OF_STUB = [
 class Opinionated:
     """Stands for a predictor: arbitrary but fixed opinions about each token."""
 
-    acceptance = AcceptanceModel(best="head", temperature=0.7, logistic=LogisticWeights(bias=1.0))
+    acceptance = AcceptanceModel(
+        best="head", temperature=0.7, logistic=LogisticWeights(bias=1.0),
+        sampled={0.5: Calibration(temperature=0.5, logistic=LogisticWeights(log_p=1.5, depth=-0.2))},
+    )  # fmt: skip
 
     def __init__(self, target: Target):
         self.shapes = SimpleNamespace(layers=target.moe_layers, experts=target.experts, top_k=2)

@@ -22,7 +22,7 @@ from ecospec_train.replay import load_rows, replay
 from ecospec_train.search_space import Space, yardsticks
 from ecospec_train.storage import open_storage
 from ecospec_train.traces import Traces
-from ecospec_train.tune import TuneConfig, fingerprint, load_profile, split_prompts, tune
+from ecospec_train.tune import TuneConfig, load_profile, split_prompts, tune
 from ecospec_train.workers import finished, is_fixed, me
 from tests.train.invented import NearlyRightPredictor, make_profile
 from tests.train.synthetic import EXPERTS, SHAPE, TOP_K, write_traces
@@ -245,7 +245,7 @@ def test_the_better_of_two_predictors_is_used_and_named(
 
 def test_tuning_uses_prompts_that_the_fit_held_out(config: TuneConfig) -> None:
     traces, predictor = Traces(config.traces), NearlyRightPredictor()
-    predictor.manifest.traces, predictor.manifest.heldout_prompts = fingerprint(traces), [3, 5, 7, 11, 13]
+    predictor.manifest.traces, predictor.manifest.heldout_prompts = traces.fingerprint, [3, 5, 7, 11, 13]
     tuning, confirming = split_prompts(traces, [predictor], config)  # type: ignore[list-item]
     assert tuning | confirming == {3, 5, 7, 11, 13}
     assert (len(tuning), len(confirming)) == (3, 2)
