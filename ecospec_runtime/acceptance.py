@@ -5,7 +5,7 @@ logits at one fitted temperature; `logistic` has a logit linear in log p, rank, 
 predictor's network has learned. Siblings share a softmax with "none of these" (logit 0) and so sum to at most 1. Above
 temperature 0 a pool's log p already holds the noise of the draw (see `sampling`); temperature and logistic are those of the
 text's own sampling temperature where traces of several were fitted on, and the head's correction is added to the latter.
-Numpy only: it runs in the decoding loop. What was fitted lives in a predictor folder's `acceptance.json`. What each kind is worth, and
+The arithmetic is the op `accept_tree`; importing this is cheap. What was fitted lives in a predictor folder's `acceptance.json`. What each kind is worth, and
 what was tried and left out: docs/acceptance.md, docs/method.md.
 
 Legend: n nodes, s drafter states, t temperatures.
@@ -20,15 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from ecospec_kernels.predict_pool.inputs import scalars_of
+from ecospec_kernels.accept_tree.reference import NONE
 from ecospec_runtime.config import read_model
-from ecospec_runtime.pool import Floats, Ints, Pool
+from ecospec_runtime.pool import Floats, Pool
 
 AcceptanceKind = Literal["raw", "temperature", "logistic", "head"]
 KINDS: tuple[AcceptanceKind, ...] = get_args(AcceptanceKind)
 TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.25)
 PROBABILITY_FLOOR = 1e-6
-LOGIT_BOUND = 30.0  # exp() of it is exact enough in float64 and far from overflow
 FILE = "acceptance.json"
 
 
@@ -45,7 +44,11 @@ class LogisticWeights(BaseModel):
 
     def vector(self) -> NDArray[np.float32]:
         """The four weights in the order of `scalars_of`."""
-        return np.array([self.log_p, self.rank, self.depth, self.entropy], np.float32)
+        return self.array()[:4]
+
+    def array(self) -> Floats:
+        """The weights in that order, and the bias."""
+        return np.array([self.log_p, self.rank, self.depth, self.entropy, self.bias], np.float32)
 
     def toward(self, other: LogisticWeights, share: float) -> LogisticWeights:
         """The logistic `share` of the way to another one."""
@@ -97,18 +100,6 @@ class AcceptanceModel(Calibration):
         return self.model_copy(update=found | {"fitted_at": sampling, "sampled": {}})
 
 
-def raw(log_probs: Floats) -> Floats:
-    """The drafter's own probability `[n]`, in [0, 1]; an undefined one is 0."""
-    own = np.exp(np.minimum(log_probs, 0.0))
-    return np.where(np.isnan(own), 0.0, own).astype(np.float32)
-
-
-def at_temperature(log_probs: Floats, log_normalizers: Floats, temperature: float) -> Floats:
-    """Drafter probability at a temperature `[n]`, from log p at temperature 1 and the normalizer of its state `[n]`."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.exp(np.minimum(log_probs / np.float32(temperature) - log_normalizers, 0.0))
-
-
 def logistic_logits(scalars_n4: Floats, weights: LogisticWeights) -> Floats:
     """Logits of kind `logistic` `[n]` from node scalars (root row left out)."""
     with np.errstate(over="ignore", invalid="ignore"):  # of odd drafters; the caller takes care of NaN
@@ -123,16 +114,6 @@ def head_logits(logits: Floats, scalars_n4: Floats, model: AcceptanceModel) -> F
         return logits + logistic_logits(scalars_n4, model.logistic) - logistic_logits(scalars_n4, model.base)
 
 
-def sibling_softmax(logits: Floats, parents: Ints) -> Floats:
-    """Softmax over the children of each parent and "none of these" (logit 0): `[n]`; siblings sum to at most 1.
-
-    `parents` may be any non-negative group ids plus one: -1 is the root. A NaN logit stays NaN and its siblings ignore it.
-    """
-    weights = np.exp(np.clip(logits.astype(np.float64), -LOGIT_BOUND, LOGIT_BOUND))
-    totals = np.bincount(parents + 1, np.where(np.isnan(weights), 0.0, weights))
-    return (weights / (1.0 + totals[parents + 1])).astype(np.float32)
-
-
 def acceptance(
     pool: Pool, kind: AcceptanceKind, model: AcceptanceModel | None, logits: Floats | None = None
 ) -> Floats:  # fmt: skip
@@ -141,20 +122,20 @@ def acceptance(
     `logits` `[n]` are the predictor's acceptance logits, for kind `head`. A non-finite estimate counts as unknown: the
     drafter's own probability stands in.
     """
-    own = raw(pool.log_probs)
-    if kind == "raw" or len(pool) == 0:
-        return own
+    weights, given, tau, normalizers = NONE, NONE, 1.0, NONE
     if kind == "head":
         assert logits is not None
+        given = logits
         if model is not None and model.base is not None:
-            logits = head_logits(logits, scalars_of(pool)[1:], model)
-        estimate = sibling_softmax(np.where(np.isfinite(logits), logits, np.nan), pool.parents)
-    elif kind == "logistic":
+            weights = model.logistic.array() - model.base.array()
+    elif kind != "raw" and len(pool):
         assert model is not None
-        logits = logistic_logits(scalars_of(pool)[1:], model.logistic)
-        estimate = sibling_softmax(logits, pool.parents)
-    else:
-        assert model is not None
-        normalizers = pool.log_normalizers[pool.state_rows, pool.temperatures.index(model.temperature)]
-        estimate = at_temperature(pool.log_probs, normalizers, model.temperature)
-    return np.clip(np.where(np.isfinite(estimate), estimate, own), 0.0, 1.0).astype(np.float32)
+        if kind == "logistic":
+            weights = model.logistic.array()
+        else:
+            tau = model.temperature
+            normalizers = pool.log_normalizers[:, pool.temperatures.index(tau)]
+    from ecospec_kernels import dispatch  # which imports torch
+
+    accepted: Floats = dispatch.accept_tree(pool, weights, given, tau, normalizers)
+    return accepted

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ecospec_kernels.accept_tree.reference import at_temperature, sibling_softmax
 from ecospec_runtime import acceptance
 from ecospec_runtime.acceptance import PROBABILITY_FLOOR, TEMPERATURES, AcceptanceModel, Calibration, LogisticWeights
 from ecospec_runtime.pool import Floats, Ints
@@ -71,7 +72,7 @@ def fit_temperature(rows: AcceptanceRows, drafter_temperatures: tuple[float, ...
     losses = {}
     for column, tau in enumerate(drafter_temperatures):
         if tau in TEMPERATURES:
-            estimate = acceptance.at_temperature(rows.scalars[:, 0], rows.log_normalizers[:, column], tau)
+            estimate = at_temperature(rows.scalars[:, 0], rows.log_normalizers[:, column], tau)
             losses[tau] = log_loss(estimate, rows.label)
     return min(losses, key=losses.__getitem__) if losses else 1.0
 
@@ -126,7 +127,7 @@ def choose_share(
         plain = acceptance.logistic_logits(rows.scalars, model.logistic)
         further = acceptance.head_logits(network_logits(network, tables, prompts), rows.scalars, model) - plain
         for i, share in enumerate(SHARES):
-            estimate = acceptance.sibling_softmax(plain + np.float32(share) * further, rows.groups)
+            estimate = sibling_softmax(plain + np.float32(share) * further, rows.groups)
             losses[i] += len(rows.label) * log_loss(estimate, rows.label)
     return SHARES[int(losses.argmin())]
 

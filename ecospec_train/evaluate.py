@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ecospec_kernels.accept_tree.reference import at_temperature, raw, sibling_softmax
 from ecospec_runtime import acceptance
 from ecospec_runtime.acceptance import AcceptanceModel
 from ecospec_runtime.pool import Floats, pack_masks, path_products
@@ -59,13 +60,13 @@ def acceptance_of(kind: acceptance.AcceptanceKind, table: NodeTable, rows: NDArr
     groups = number(table.parents[rows])
     if kind == "temperature" and model.temperature in drafter_temperatures:
         normalizers = table.log_normalizers[table.state_rows[rows], drafter_temperatures.index(model.temperature)]
-        return acceptance.at_temperature(log_p, normalizers, model.temperature)
+        return at_temperature(log_p, normalizers, model.temperature)
     if kind == "logistic":
         logits = acceptance.logistic_logits(table.scalars[rows], model.logistic)
-        return acceptance.sibling_softmax(logits, groups)
+        return sibling_softmax(logits, groups)
     if kind == "head":
-        return acceptance.sibling_softmax(acceptance.head_logits(logits, table.scalars[rows], model), groups)
-    return acceptance.raw(log_p)
+        return sibling_softmax(acceptance.head_logits(logits, table.scalars[rows], model), groups)
+    return raw(log_p)
 
 
 def pools_of(table: NodeTable, rows: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -109,7 +110,7 @@ def choose_shrinkage(predictor: Predictor, tables: NodeTables, prompts: set[int]
         for start in range(0, len(positions), CHUNK_POSITIONS):
             rows = table.rows_of(positions[start : start + CHUNK_POSITIONS])
             routing_NLE, _ = predictor.run(*network_inputs(table, rows, tables.embed).values())
-            accepted = acceptance.raw(table.scalars[rows, 0])
+            accepted = raw(table.scalars[rows, 0])
             for i, share in enumerate(SHRINKAGES):
                 logits = routing_NLE.copy()
                 for first, last in pools_of(table, rows):

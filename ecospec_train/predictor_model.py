@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ecospec_kernels.accept_tree.reference import LOGIT_BOUND
 from ecospec_kernels.predict_pool.inputs import SCALAR_UNIT, SCALARS
-from ecospec_runtime.acceptance import LOGIT_BOUND, LogisticWeights
+from ecospec_runtime.acceptance import LogisticWeights
 from ecospec_runtime.device_predictor import RoutingNetwork
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.predictor import PredictorShapes

@@ -16,7 +16,7 @@ started=$SECONDS
 step() { printf '\n== %s (%d s)\n' "$1" "$((SECONDS - started))"; }
 
 mkdir -p "$RUN"
-rm -rf "$RUN"/{target,traces,predictor,policy,bundle,plots} "$RUN"/{profile,bench}.json
+rm -rf "$RUN"/{target,traces*,predictor,policy,bundle,plots} "$RUN"/{profile,bench}.json
 
 step "widen the reference target until experts are half of a plain step"
 "$PYTHON" -m pipelines.reference.widen --source "$MODEL/target" --out "$RUN/target" --share 0.5

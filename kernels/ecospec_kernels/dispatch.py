@@ -366,6 +366,11 @@ def predict_pool(w: Any, embedding_NH: Any, tree: Any, shrinkage: float, routing
     return _choose("predict_pool", ENABLED and w.fits).predict_pool(w, embedding_NH, tree, shrinkage, routing)
 
 
+def accept_tree(tree: Any, *rest: Any) -> Any:
+    """Acceptance of a candidate tree's nodes, arrays of numpy; see `accept_tree/reference.py`. Not a call that is counted."""
+    return _module("accept_tree", "cpu" if ENABLED else "reference").accept_tree(tree, *rest)
+
+
 def top_experts(routing_NLE: Any, top_k: int) -> Any:
     """The likeliest experts of every row and layer as bits; see `predict_pool/reference.py`. Not a call that is counted."""
     return _module("predict_pool", "cpu" if ENABLED else "reference").top_experts(routing_NLE, top_k)

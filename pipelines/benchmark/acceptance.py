@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ecospec_runtime.acceptance import KINDS, LOGIT_BOUND, acceptance
+from ecospec_kernels.accept_tree.reference import LOGIT_BOUND
+from ecospec_runtime.acceptance import KINDS, acceptance
 from ecospec_runtime.config import read_model
 from ecospec_runtime.console import check_writable
 from ecospec_runtime.device_profile import DeviceProfile

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ecospec_kernels.accept_tree.reference import sibling_softmax
 from ecospec_kernels.predict_pool.inputs import scalars_of
 from ecospec_runtime.acceptance import (
     KINDS,
@@ -18,7 +19,6 @@ from ecospec_runtime.acceptance import (
     LogisticWeights,
     acceptance,
     logistic_logits,
-    sibling_softmax,
 )
 from ecospec_runtime.errors import UserError
 from ecospec_runtime.pool import Pool

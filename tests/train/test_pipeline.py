@@ -33,7 +33,7 @@ PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda p: p.name)
 def test_shipped_files_parse(path: Path) -> None:
     plan = load_pipeline(path)
-    assert [stage.name for stage in plan] == ["harvest", "fit", "profile", "tune", "export"]
+    assert [stage.name for stage in plan] == ["harvest", "harvest_sampled", "fit", "profile", "tune", "export"]
     assert plan[-1].output == Path("runs") / path.stem / "bundle"
 
 

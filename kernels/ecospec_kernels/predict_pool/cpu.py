@@ -54,7 +54,8 @@ def _normalise(row: int, width: int) -> None:
 
 
 @numba.njit
-def _finite(x: Any) -> Any:
+def finite(x: Any) -> Any:
+    """A scalar made finite, as `clean_scalars` does it."""
     if x != x or x == np.inf:
         return np.float32(0.0)
     return np.float32(LOG_P_FLOOR) if x == -np.inf else np.float32(x)
@@ -131,10 +132,10 @@ def _gather(embedding: int, n: int, hidden: int, parent: Any, state_row: Any, lo
             _record(states + 4 * (from_row if state_count > 1 else 0) * wide, wide, place)
             _normalise(place, wide)
         scalars = view(place + 4 * wide, SCALARS, np.float32)
-        scalars[0] = max(_finite(log_p[t - 1]), np.float32(LOG_P_FLOOR)) if t else np.float32(0.0)
+        scalars[0] = max(finite(log_p[t - 1]), np.float32(LOG_P_FLOOR)) if t else np.float32(0.0)
         scalars[1] = np.float32(rank[t - 1]) if t else np.float32(0.0)
         scalars[2] = np.float32(depth[t - 1]) if t else np.float32(0.0)
-        scalars[3] = _finite(entropy[from_row]) if len(entropy) else np.float32(0.0)
+        scalars[3] = finite(entropy[from_row]) if len(entropy) else np.float32(0.0)
         for i in range(SCALARS):
             scalars[i] /= np.float32(SCALAR_UNIT)
     for t in range(n):

@@ -1,0 +1,1 @@
+"""The op `accept_tree`; call it through `ecospec_kernels.dispatch`."""
