@@ -39,7 +39,7 @@ def default_uri() -> str:
 
 def record_path(output: Path) -> Path:
     """Where the run id of a stage lies: inside its output folder, or beside its output file."""
-    return output.with_suffix(".tracking.json") if output.suffix else output / FILE
+    return output / FILE if output.is_dir() else output.with_suffix(".tracking.json")
 
 
 class StageRun:

@@ -117,6 +117,7 @@ def test_every_stage_is_a_run_with_lineage(finished: Path) -> None:
     sampled = found.pop(1)  # the second harvest
     runs = {run.data.tags["stage"]: run for run in found}
     assert runs["fit"].data.tags["upstream.harvest.2"] == sampled.info.run_id
+    assert (finished / "run/traces-0.7/tracking.json").is_file(), "a folder, for all that its name holds a dot"
     assert set(runs) == {"harvest", "fit", "profile", "tune", "export"}
     assert all(run.info.status == "FINISHED" for run in runs.values())
     ids = {stage: run.info.run_id for stage, run in runs.items()}
