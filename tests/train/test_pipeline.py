@@ -48,6 +48,8 @@ def test_sampled_text_is_a_stage_of_its_own_that_fit_reads(tmp_path: Path) -> No
     assert sampled.config.model_dump(exclude=same) == greedy.config.model_dump(exclude=same)
     assert fit.inputs == (greedy.output, sampled.output)
     assert len(load_pipeline(path, ["harvest_sampled=null"])) == 5
+    with pytest.raises(UserError, match=r"'harvest_sampled': 'temperature' is that of 'harvest'"):
+        load_pipeline(path, ["harvest_sampled.temperature=0"])
     with pytest.raises(UserError, match=r"section 'harvest_sampled': .*temprature"):
         load_pipeline(path, ["harvest_sampled.temprature=1"])
 
