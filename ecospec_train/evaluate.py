@@ -123,8 +123,9 @@ def choose_shrinkage(predictor: Predictor, tables: NodeTables, prompts: set[int]
 class Evaluation:
     """Accumulates routing, union and acceptance measures over chunks of held-out positions."""
 
-    def __init__(self, predictor: Predictor, table: RoutingTable, drafter_temperatures: tuple[float, ...],
+    def __init__(self, predictor: Predictor, table: RoutingTable | None, drafter_temperatures: tuple[float, ...],
                  sampling: float):  # fmt: skip
+        """`table` is of the tokens that will be judged; None: acceptance alone is. `sampling`: the text's temperature."""
         self.predictor, self.baseline, self.temperatures = predictor, table, drafter_temperatures
         self.model = predictor.acceptance.at(sampling)
         self.recall, self.union = Tally(), Tally()
@@ -138,10 +139,12 @@ class Evaluation:
         routing_NLE, acceptance_N = self.predictor.run(*network_inputs(table, rows, self.embed).values())
         self.positions += len(positions)
         self.nodes += len(rows) - len(positions)
+        head = self.add_acceptance(table, rows, acceptance_N)
+        if self.baseline is None:
+            return
         for start, end in pools_of(table, rows):
             shrink(routing_NLE[start:end], self.predictor.manifest.shrinkage)
-        self.add_routing(table, rows, routing_NLE)
-        head = self.add_acceptance(table, rows, acceptance_N)
+        self.add_routing(table, rows, routing_NLE, self.baseline)
         for name, errors in union_errors(table, rows, routing_NLE, head).items():
             self.union.add((name, "error"), np.abs(errors))
             self.union.add((name, "bias"), errors)
@@ -154,14 +157,16 @@ class Evaluation:
             for start in range(0, len(positions), CHUNK_POSITIONS):
                 self.add(table, positions[start : start + CHUNK_POSITIONS])
 
-    def add_routing(self, table: NodeTable, rows: NDArray[np.int64], routing_logits_NLE: Floats) -> None:
+    def add_routing(
+        self, table: NodeTable, rows: NDArray[np.int64], routing_logits_NLE: Floats, baseline: RoutingTable
+    ) -> None:  # fmt: skip
         """Recall of predictor and baselines on roots, reached and rejected nodes."""
         shapes, routing, parents = self.predictor.shapes, table.routing[rows], table.parents[rows]
-        popular = top_ids(self.baseline.popularity()[None], shapes.top_k)
+        popular = top_ids(baseline.popularity()[None], shapes.top_k)
         guesses = {
             "predictor": top_ids(routing_logits_NLE, shapes.top_k),
             "popularity": np.broadcast_to(popular, routing.shape),
-            "token_table": top_ids(self.baseline.scores(table.tokens[rows]), shapes.top_k),
+            "token_table": top_ids(baseline.scores(table.tokens[rows]), shapes.top_k),
             "previous_token": table.routing[np.maximum(parents, 0)],
         }
         node, reached = parents >= 0, table.reached[rows]
@@ -189,6 +194,12 @@ class Evaluation:
         """Estimates by kind `[M]` and labels `[M]` of the nodes whose parent is reached."""
         return {kind: np.concatenate(parts) for kind, parts in self.accepted.items()}, np.concatenate(self.labels)
 
+    def acceptance(self) -> dict[str, dict[str, float]]:
+        """Log loss and calibration error by kind."""
+        judged, label = self.judged()
+        return {k: {"log_loss": log_loss(v, label), "calibration_error": calibration_error(v, label)}
+                for k, v in judged.items()}  # fmt: skip
+
     def metrics(self) -> dict[str, Any]:
         """The report: recall and misses, union error, acceptance."""
         names = ("predictor", "popularity", "token_table", "previous_token")
@@ -198,10 +209,8 @@ class Evaluation:
                  for n in names[1:]}  # fmt: skip
         sets = [*map(str, SET_SIZES), "path"]
         union = {s: {"error": self.union.mean((s, "error")), "bias": self.union.mean((s, "bias"))} for s in sets}
-        judged, label = self.judged()
+        judged_nodes = sum(map(len, self.labels))
         return {
-            "heldout": {"positions": self.positions, "nodes": self.nodes, "acceptance_nodes": len(label)},
-            "routing_recall": recall, "routing_misses_saved": saved, "union": union,
-            "acceptance": {k: {"log_loss": log_loss(v, label), "calibration_error": calibration_error(v, label)}
-                           for k, v in judged.items()},
+            "heldout": {"positions": self.positions, "nodes": self.nodes, "acceptance_nodes": judged_nodes},
+            "routing_recall": recall, "routing_misses_saved": saved, "union": union, "acceptance": self.acceptance(),
         }  # fmt: skip

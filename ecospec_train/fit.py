@@ -43,7 +43,7 @@ from ecospec_runtime.predictor import (
 )
 from ecospec_train.calibrate import AcceptanceRows, calibrate, choose_share
 from ecospec_train.evaluate import Evaluation, choose_shrinkage, routing_table
-from ecospec_train.predictor_data import NodeTables, PredictorData, split_prompts
+from ecospec_train.predictor_data import NodeTables, PredictorData, positions_of, split_prompts
 from ecospec_train.predictor_export import export_network, sha256
 from ecospec_train.predictor_model import PredictorModule, PredictorNetwork
 from ecospec_train.reliability import RELIABILITY_PLOT, plot_reliability
@@ -137,6 +137,9 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
                          config.seed, blending)  # fmt: skip
     if not len(data.fit_stream) or not len(data.heldout_stream):
         raise UserError(f"{config.traces[0]}: too few positions to fit on and to hold out; harvest more")
+    for table in tables:
+        if not any(len(positions_of(block, heldout)) for block in table):
+            raise UserError(f"{table.traces.path}: holds none of the prompts that are held out; harvest more of them")
     manifest = describe(traces, sorted(heldout), config)
     network = PredictorNetwork(manifest.shapes, config.width)
     network.acceptance.start(model.logistic)
@@ -166,16 +169,16 @@ def check_together(traces: list[Traces]) -> None:
         return {"target": manifest.target.fingerprint, "drafter": manifest.drafter.fingerprint, "pool": manifest.pool,
                 "prompts": manifest.prompts_sha256, "drafter_temperatures": manifest.drafter_temperatures}  # fmt: skip
 
-    seen = {first.temperature: traces[0].path}
+    seen = {f"{first.temperature:g}": traces[0].path}
     for one in traces[1:]:
         for name, value in told(one.manifest).items():
             if value != told(first)[name]:
                 raise UserError(
                     f"{one.path}: harvested with other {name} than {traces[0].path}; use traces of the same"
                 )
-        temperature = one.manifest.temperature
+        temperature = f"{one.manifest.temperature:g}"
         if temperature in seen:
-            raise UserError(f"{one.path}: temperature {temperature:g}, as {seen[temperature]}; give one of them")
+            raise UserError(f"{one.path}: temperature {temperature}, as {seen[temperature]}; give one of them")
         seen[temperature] = one.path
 
 
@@ -213,17 +216,16 @@ def judge(
 
     Plots how reliable each kind is into `out`, where there is matplotlib.
     """
-    baseline = routing_table(tables[0], fitted, heldout, predictor.shapes)
-    found = {}
+    found: dict[str, Evaluation] = {}
     for table in tables:
-        found[table.sampling] = Evaluation(
-            predictor, baseline, table.traces.manifest.drafter_temperatures, table.sampling
-        )
-        found[table.sampling].run(table, heldout)
-    plot_reliability({f"held-out text, T = {at:g}": one.judged() for at, one in found.items()}, out / RELIABILITY_PLOT)
-    metrics, *further = (one.metrics() for one in found.values())
-    sampled = zip(list(found)[1:], further, strict=True)
-    metrics["sampled"] = {f"{at:g}": values["acceptance"] for at, values in sampled}
+        baseline = None if found else routing_table(table, fitted, heldout, predictor.shapes)
+        evaluation = Evaluation(predictor, baseline, table.traces.manifest.drafter_temperatures, table.sampling)
+        evaluation.run(table, heldout)
+        found[f"{table.sampling:g}"] = evaluation
+    plot_reliability({f"held-out text, T = {at}": one.judged() for at, one in found.items()}, out / RELIABILITY_PLOT)
+    first, *further = found
+    metrics = found[first].metrics()
+    metrics["sampled"] = {at: found[at].acceptance() for at in further}
     losses = losses_of(metrics["acceptance"])
     metrics["best_acceptance"] = min(losses, key=losses.__getitem__)
     metrics["bars"] = bars(metrics)

@@ -124,7 +124,9 @@ def plan(config: PipelineConfig) -> list[Stage]:
     if sampled is not None:
         sampled = config.harvest | {"temperature": SAMPLED} | sampled
         if sampled["temperature"] == config.harvest.get("temperature", 0):
-            raise UserError("section 'harvest_sampled': 'temperature' is that of 'harvest'; give another, or leave it out")
+            raise UserError(
+                "section 'harvest_sampled': 'temperature' is that of 'harvest'; give another, or leave it out"
+            )
     traces, predictor, profile, policy = out / "traces", out / "predictor", out / "profile.json", out / "policy"
     models = {"target": config.target, "drafter": config.drafter}
     harvest = models | {"prompts": config.prompts, "out": traces, "resume": True}

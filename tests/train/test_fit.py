@@ -136,9 +136,14 @@ def test_sampled_text_has_an_acceptance_model_of_its_own(traces: Path, tmp_path:
     losses = {kind: value["log_loss"] for kind, value in both.metrics["sampled"]["1.5"].items()}
     assert model.sampled[1.5].log_loss == losses
     tables, heldout = NodeTables(Traces(warm)), set(predictor.manifest.heldout_prompts)
-    unadapted = Evaluation(greedy, routing_table(tables, set(), heldout, SHAPES), TEMPERATURES, 1.5)
-    unadapted.run(tables, heldout)
-    for kind, value in unadapted.metrics()["acceptance"].items():
+    unadapted, whole = (
+        Evaluation(greedy, table, TEMPERATURES, 1.5) for table in (None, routing_table(tables, set(), heldout, SHAPES))
+    )
+    for one in (unadapted, whole):
+        one.run(tables, heldout)
+    assert unadapted.acceptance() == whole.metrics()["acceptance"]
+    assert not unadapted.recall.counts, "routing is judged on the first traces, whose tokens the table knows"
+    for kind, value in unadapted.acceptance().items():
         assert losses[kind] < value["log_loss"] or kind in ("raw", "temperature"), kind
     assert both.metrics["fit"]["positions"] == 2 * alone.metrics["fit"]["positions"]
 
@@ -154,6 +159,12 @@ def test_traces_that_do_not_belong_together_are_refused(
     other = write_traces(tmp_path / "other", **({"temperature": 0.7} | changes))
     with pytest.raises(UserError, match=named):
         fit(FitConfig(traces=(traces, other), out=tmp_path / "fit"))
+
+
+def test_sampled_traces_need_prompts_that_are_held_out(traces: Path, tmp_path: Path) -> None:
+    few = write_traces(tmp_path / "few", prompts=2, temperature=0.7)
+    with pytest.raises(UserError, match="few: holds none of the prompts that are held out"):
+        fit(FitConfig(traces=(traces, few), out=tmp_path / "fit", width=16, epochs=1))
 
 
 def test_one_prompt_is_too_few(tmp_path: Path) -> None:
