@@ -122,11 +122,8 @@ def plan(config: PipelineConfig) -> list[Stage]:
     """All stages with their configurations validated before the first one runs."""
     out, sampled = config.out, config.harvest_sampled
     if sampled is not None:
-        sampled = config.harvest | {"temperature": SAMPLED} | sampled
-        if sampled["temperature"] == config.harvest.get("temperature", 0):
-            raise UserError(
-                "section 'harvest_sampled': 'temperature' is that of 'harvest'; give another, or leave it out"
-            )
+        shared = {key: value for key, value in config.harvest.items() if key != "out"}
+        sampled = shared | {"temperature": SAMPLED} | sampled
     traces, predictor, profile, policy = out / "traces", out / "predictor", out / "profile.json", out / "policy"
     models = {"target": config.target, "drafter": config.drafter}
     harvest = models | {"prompts": config.prompts, "out": traces, "resume": True}
@@ -150,7 +147,19 @@ def plan(config: PipelineConfig) -> list[Stage]:
             continue
         section = stage_config(name, defaults[name] | own)
         stages.append(Stage(name, section, paths_of(section), getattr(section, "out")))  # noqa: B009
+    if sampled is not None:
+        check_sampled(stages[0].config, stages[1].config)
     return stages
+
+
+def check_sampled(harvest: Config, sampled: Config) -> None:
+    """Raise UserError for a `harvest_sampled` whose traces `fit` would refuse beside those of `harvest`."""
+    for key in ("temperature", "out"):
+        if getattr(harvest, key) == getattr(sampled, key):
+            raise UserError(f"section 'harvest_sampled': '{key}' is that of 'harvest'; give another, or leave it out")
+    for key in ("target", "drafter", "prompts", "pool", "drafter_temperatures"):
+        if getattr(harvest, key) != getattr(sampled, key):
+            raise UserError(f"section 'harvest_sampled': '{key}' is not that of 'harvest'; leave it out")
 
 
 def paths_of(section: Config) -> tuple[Path, ...]:

@@ -48,8 +48,14 @@ def test_sampled_text_is_a_stage_of_its_own_that_fit_reads(tmp_path: Path) -> No
     assert sampled.config.model_dump(exclude=same) == greedy.config.model_dump(exclude=same)
     assert fit.inputs == (greedy.output, sampled.output)
     assert len(load_pipeline(path, ["harvest_sampled=null"])) == 5
-    with pytest.raises(UserError, match=r"'harvest_sampled': 'temperature' is that of 'harvest'"):
-        load_pipeline(path, ["harvest_sampled.temperature=0"])
+    assert load_pipeline(path, ["harvest.out=elsewhere"])[1].output == tmp_path / "run/traces-0.7"
+    for override, said in (
+        ("harvest_sampled.temperature=0", "'temperature' is that of 'harvest'"), ("harvest.temperature=0.7", "'temperature' is that of"),
+        (f"harvest_sampled.out={tmp_path}/run/traces", "'out' is that of"), ("harvest_sampled.prompts=p", "'prompts' is not that of"),
+        ("harvest_sampled.pool={depth: 2}", "'pool' is not that of"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"section 'harvest_sampled': {said}"):
+            load_pipeline(path, [override])
     with pytest.raises(UserError, match=r"section 'harvest_sampled': .*temprature"):
         load_pipeline(path, ["harvest_sampled.temprature=1"])
 
