@@ -27,7 +27,7 @@ from ecospec_train.harvest import HarvestConfig, harvest
 from ecospec_train.replay import ReplayResult, ReplayRows, load_rows, replay
 from ecospec_train.search_space import Space
 from ecospec_train.steps import Steps
-from ecospec_train.traces import MANIFEST, TraceManifest, Traces
+from ecospec_train.traces import MANIFEST, TraceManifest, Traces, read_manifest
 from ecospec_train.tune import TuneConfig, predictor_id, split_prompts
 from pipelines.benchmark.contest import ENTRIES, OURS, tune_entry
 
@@ -130,8 +130,10 @@ def traces_at(settings: Settings, predictor: Predictor, temperature: float) -> T
     if weights_of(resolve_folder(source, "target")) != manifest.target.fingerprint:
         raise UserError(f"target {source}: not the one of {own.path}; name that with --source-target")
     out = settings.run / f"traces-{temperature:g}"
-    if (out / MANIFEST).exists() and predictor.manifest.fitted_on((fitted := Traces(out)).fingerprint):
-        return fitted
+    if (out / MANIFEST).exists() and read_manifest(out).complete:
+        found = Traces(out)
+        if predictor.manifest.fitted_on(found.fingerprint):
+            return found
     prompts = out.with_name(f"{out.name}.jsonl")
     write_heldout(settings.run / "harvest.jsonl", prompts, own, predictor)
     existed = out.exists()

@@ -194,6 +194,27 @@ def test_sampled_traces_are_of_what_the_fit_held_out_and_made_once(
     assert again.manifest == sampled
 
 
+def test_sampled_traces_that_the_fit_had_a_part_in_are_taken_as_they_are(
+    copy: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though they are of all prompts; those of a stopped harvest go on."""
+    predictor = opinions(copy)
+    settings = Settings(run=copy, drafter=command(copy)[3], temperatures=(0.7,))
+    shutil.rmtree(copy / "traces-0.7")
+    assert isinstance(predictor.manifest, SimpleNamespace)
+    whole = Traces(shutil.copytree(copy / "traces", copy / "traces-0.7"))
+    known = {whole.fingerprint}
+    monkeypatch.setattr(predictor.manifest, "fitted_on", lambda traces: traces in known)
+    assert policies_tuning.traces_at(settings, predictor, 0.7).fingerprint == whole.fingerprint
+    manifest = copy / "traces-0.7/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
+    started = []
+    monkeypatch.setattr(policies_tuning, "harvest", lambda config: started.append(config.resume))
+    with pytest.raises(UserError, match="did not finish"):
+        policies_tuning.traces_at(settings, predictor, 0.7)
+    assert started == [True]
+
+
 def test_a_failed_decode_loses_no_search(
     copy: Path, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
