@@ -63,6 +63,7 @@ class Calibration(BaseModel):
 
     temperature: float = Field(gt=0)  # tau of kind `temperature`, a member of TEMPERATURES
     logistic: LogisticWeights
+    head_share: float = Field(default=1.0, ge=0)  # of the network's correction that kind `head` takes
     log_loss: dict[str, float] = Field(default_factory=dict)  # held-out log loss in nats per kind
 
 
@@ -86,17 +87,18 @@ class AcceptanceModel(Calibration):
         return read_model(Path(folder) / FILE, cls, "run `ecospec-train fit` again")
 
     def at(self, sampling: float) -> Self:
-        """The model of text of a sampling temperature: between two that were fitted the logistic is interpolated, beyond them and
-        for kind `temperature` the nearest serves."""
+        """The model of text of a sampling temperature: between two that were fitted logistic and share are interpolated, beyond them
+        and for kind `temperature` the nearest serves."""
         if not self.sampled:
             return self
-        known = {**self.sampled, self.fitted_at: Calibration(temperature=self.temperature, logistic=self.logistic)}
+        known: dict[float, Calibration] = {**self.sampled, self.fitted_at: self}
         nearest = min(known, key=lambda fitted: abs(fitted - sampling))
         below = max((t for t in known if t <= sampling), default=nearest)
         above = min((t for t in known if t > sampling), default=below)
         share = (sampling - below) / (above - below) if above > below else 0.0
-        logistic = known[below].logistic.toward(known[above].logistic, share)
-        found = {"temperature": known[nearest].temperature, "logistic": logistic, "base": self.logistic}
+        low, high = known[below], known[above]
+        found = {"temperature": known[nearest].temperature, "logistic": low.logistic.toward(high.logistic, share),
+                 "head_share": low.head_share + share * (high.head_share - low.head_share), "base": self.logistic}  # fmt: skip
         return self.model_copy(update=found | {"fitted_at": sampling, "sampled": {}})
 
 
@@ -107,11 +109,12 @@ def logistic_logits(scalars_n4: Floats, weights: LogisticWeights) -> Floats:
 
 
 def head_logits(logits: Floats, scalars_n4: Floats, model: AcceptanceModel) -> Floats:
-    """Logits of kind `head` `[n]` from the network's: its correction on top of the logistic of the text's temperature."""
+    """Logits of kind `head` `[n]` from the network's: so much of its correction on top of the logistic of the text's temperature."""
     if model.base is None:
         return logits
     with np.errstate(over="ignore", invalid="ignore"):
-        return logits + logistic_logits(scalars_n4, model.logistic) - logistic_logits(scalars_n4, model.base)
+        further = logits - logistic_logits(scalars_n4, model.base)
+        return logistic_logits(scalars_n4, model.logistic) + np.float32(model.head_share) * further
 
 
 def acceptance(
@@ -127,7 +130,8 @@ def acceptance(
         assert logits is not None
         given = logits
         if model is not None and model.base is not None:
-            weights = model.logistic.array() - model.base.array()
+            share = np.float32(model.head_share)
+            given, weights = share * logits, model.logistic.array() - share * model.base.array()
     elif kind != "raw" and len(pool):
         assert model is not None
         if kind == "logistic":

@@ -112,24 +112,22 @@ def calibrate(rows: AcceptanceRows, drafter_temperatures: tuple[float, ...]) -> 
 
 
 def choose_share(
-    network: PredictorNetwork, sources: list[tuple[NodeTables, AcceptanceModel]], prompts: set[int]
+    network: PredictorNetwork, tables: NodeTables, model: AcceptanceModel, prompts: set[int]
 ) -> float:  # fmt: skip
     """How much of the head's correction to the logistic helps on `prompts` it has not learned from: one of `SHARES`.
 
-    0 where there are none. So the head is no worse than the logistic on text like theirs. `sources`: traces, each with the
-    acceptance model of their sampling temperature.
+    0 where there are none. So the head is no worse than the logistic on text like theirs. `model` is of the sampling temperature
+    of the traces.
     """
-    losses = np.zeros(len(SHARES))
-    for tables, model in sources:
-        rows = AcceptanceRows.collect(tables, prompts)
-        if not len(rows.label):
-            continue
-        plain = acceptance.logistic_logits(rows.scalars, model.logistic)
-        further = acceptance.head_logits(network_logits(network, tables, prompts), rows.scalars, model) - plain
-        for i, share in enumerate(SHARES):
-            estimate = sibling_softmax(plain + np.float32(share) * further, rows.groups)
-            losses[i] += len(rows.label) * log_loss(estimate, rows.label)
-    return SHARES[int(losses.argmin())]
+    rows = AcceptanceRows.collect(tables, prompts)
+    if not len(rows.label):
+        return 0.0
+    plain = acceptance.logistic_logits(rows.scalars, model.logistic)
+    further = acceptance.head_logits(network_logits(network, tables, prompts), rows.scalars, model) - plain
+    losses = [
+        log_loss(sibling_softmax(plain + np.float32(share) * further, rows.groups), rows.label) for share in SHARES
+    ]
+    return SHARES[int(np.argmin(losses))]
 
 
 def network_logits(network: PredictorNetwork, tables: NodeTables, prompts: set[int]) -> Floats:

@@ -145,8 +145,10 @@ def fit(config: FitConfig, logger: Logger | None = None) -> FitReport:
     network.acceptance.start(model.logistic)
     epochs = train(network, data, config, logger)
     trained = time.monotonic() - started
-    share = choose_share(network, sources, blending)
+    share, *others = (choose_share(network, table, own, blending) for table, own in sources)
     network.acceptance.keep(share)
+    for calibration, other in zip(model.sampled.values(), others, strict=True):
+        calibration.head_share = other / share if share else 1.0  # of what is kept
     export_network(network, config.out)
     predictor = Predictor(open_session(config.out / ONNX_FILE, torch.get_num_threads()), manifest, model)
     manifest.shrinkage = choose_shrinkage(predictor, tables[0], heldout)

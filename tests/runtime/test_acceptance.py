@@ -25,7 +25,13 @@ from ecospec_runtime.pool import Pool
 
 MODEL = AcceptanceModel(best="head", temperature=0.5, logistic=LogisticWeights(log_p=2.0, rank=-0.5, bias=0.25))
 CONDITIONED = MODEL.model_copy(
-    update={"sampled": {0.8: Calibration(temperature=0.7, logistic=LogisticWeights(log_p=1.0, entropy=0.5, bias=0.75))}}
+    update={
+        "sampled": {
+            0.8: Calibration(
+                temperature=0.7, logistic=LogisticWeights(log_p=1.0, entropy=0.5, bias=0.75), head_share=0.5
+            )
+        }
+    }
 )
 ODD = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
@@ -74,16 +80,17 @@ def test_each_sampling_temperature_has_its_own_temperature_and_logistic() -> Non
     assert between.vector() == pytest.approx([1.75, -0.375, 0.0, 0.125])
     assert between.bias == pytest.approx(0.375)
     assert CONDITIONED.at(3.0).logistic == CONDITIONED.at(0.8).logistic == CONDITIONED.sampled[0.8].logistic
+    assert CONDITIONED.at(0.2).head_share == pytest.approx(0.875)
     assert [CONDITIONED.at(t).temperature for t in (0.0, 0.3, 0.5, 2.0)] == [0.5, 0.5, 0.7, 0.7]
     assert AcceptanceModel.model_validate_json(CONDITIONED.model_dump_json()) == CONDITIONED
 
 
 def test_the_head_corrects_the_logistic_of_the_temperature() -> None:
-    """What the network adds to the one it was trained on it adds to the other."""
+    """What the network adds to the one it was trained on it adds to the other, or the share of it that helps there."""
     pool, correction = small_pool(), np.array([0.3, -0.2, 0.0, 1.0], np.float32)
     network = logistic_logits(scalars_of(pool)[1:], MODEL.logistic) + correction
-    for sampling, weights in ((0.0, MODEL.logistic), (0.8, CONDITIONED.sampled[0.8].logistic)):
-        expected = sibling_softmax(logistic_logits(scalars_of(pool)[1:], weights) + correction, pool.parents)
+    for sampling, weights, share in ((0.0, MODEL.logistic, 1.0), (0.8, CONDITIONED.sampled[0.8].logistic, 0.5)):
+        expected = sibling_softmax(logistic_logits(scalars_of(pool)[1:], weights) + share * correction, pool.parents)
         found = acceptance(pool, "head", CONDITIONED.at(sampling), network)
         assert found == pytest.approx(expected, rel=1e-5)
 

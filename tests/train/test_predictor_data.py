@@ -235,9 +235,9 @@ def test_the_head_keeps_what_helps_on_text_it_has_not_learned_from(noise: float,
             return None, torch.from_numpy((plain + told).astype(np.float32))
 
     model = AcceptanceModel(best="head", temperature=1.0, logistic=weights)
-    share = choose_share(Head(), [(tables, model)], prompts)  # type: ignore[arg-type]
+    share = choose_share(Head(), tables, model, prompts)  # type: ignore[arg-type]
     assert least <= share <= most
-    assert choose_share(Head(), [(tables, model)], set()) == 0.0  # type: ignore[arg-type]
+    assert choose_share(Head(), tables, model, set()) == 0.0  # type: ignore[arg-type]
 
 
 def test_log_loss_and_calibration_error() -> None:

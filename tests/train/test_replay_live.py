@@ -65,7 +65,7 @@ class Opinionated:
 
     acceptance = AcceptanceModel(
         best="head", temperature=0.7, logistic=LogisticWeights(bias=1.0),
-        sampled={0.5: Calibration(temperature=0.5, logistic=LogisticWeights(log_p=1.5, depth=-0.2))},
+        sampled={0.5: Calibration(temperature=0.5, logistic=LogisticWeights(log_p=1.5, depth=-0.2), head_share=0.6)},
     )  # fmt: skip
 
     def __init__(self, target: Target):
