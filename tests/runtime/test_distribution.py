@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ecospec_runtime.acceptance import AcceptanceModel, Calibration, LogisticWeights
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.engine import Engine
 from ecospec_runtime.policies import build_policy, parse_policy
@@ -24,6 +25,10 @@ from ecospec_runtime.target import Target
 from tests.oracles import chi_square, exact_distributions
 from tests.train.invented import make_profile
 
+MODEL = AcceptanceModel(
+    best="head", temperature=1.0, logistic=LogisticWeights(),
+    sampled={0.7: Calibration(temperature=1.0, logistic=LogisticWeights(log_p=1.5), head_share=0.8)},
+)  # fmt: skip
 VOCABULARY, TOKENS = 8, 700
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
@@ -45,7 +50,7 @@ def lying_predictor() -> Any:
     """Sure of itself and wrong about everything; now and then it returns NaN."""
     rng = np.random.default_rng(0)
 
-    def predict(pool: Pool, embed: Any) -> Any:
+    def predict(pool: Pool, embed: Any, routing: bool = True) -> Any:
         logits = np.where(pool.ranks == pool.ranks.max(), 20.0, -20.0)  # praises the worst candidates
         logits[rng.random(len(pool)) < 0.1] = np.nan
         routing = rng.standard_normal((len(pool) + 1, 3, 12)) * 100
@@ -55,7 +60,7 @@ def lying_predictor() -> Any:
         )
 
     shapes = SimpleNamespace(layers=3, experts=12, top_k=2)
-    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head"))
+    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=MODEL)
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))

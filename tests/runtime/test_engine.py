@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from ecospec_runtime.acceptance import AcceptanceModel, Calibration, LogisticWeights
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.engine import PREFILL_CHUNK, Engine
 from ecospec_runtime.errors import UserError
@@ -28,6 +29,10 @@ from ecospec_runtime.target import Target
 from tests.oracles import mixed_drafter
 from tests.train.invented import make_profile
 
+MODEL = AcceptanceModel(
+    best="head", temperature=1.0, logistic=LogisticWeights(),
+    sampled={0.7: Calibration(temperature=1.0, logistic=LogisticWeights(log_p=1.5), head_share=0.8)},
+)  # fmt: skip
 PROFILE = make_profile(fixed_ms=1.0, per_token_ms=0.05, per_expert_ms=0.01, plain_ms=1.2)
 POLICIES = ("off", "confidence:budget=6", "ratio:budget=4", "prefix", "utility:trial=1,hold=2", "throughput:pause=0")
 
@@ -74,14 +79,14 @@ def lying_predictor(seed: int = 0, layers: int = 7) -> Any:
             values[rng.random(shape) < 0.2] = bad
         return values
 
-    def predict(pool: Pool, embed: Any) -> Any:
+    def predict(pool: Pool, embed: Any, routing: bool = True) -> Any:
         assert embed(pool.tokens).shape == (len(pool), 32)
         return SimpleNamespace(
             routing_logits=garbage(len(pool) + 1, layers, 12), acceptance_logits=garbage(len(pool) + 1)
         )
 
     shapes = SimpleNamespace(layers=layers, experts=12, top_k=2)
-    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head"))
+    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=MODEL)
 
 
 @pytest.fixture(scope="module")

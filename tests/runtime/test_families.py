@@ -17,6 +17,7 @@ from torch import nn
 
 from ecospec_kernels import dispatch
 from ecospec_runtime import engine
+from ecospec_runtime.acceptance import AcceptanceModel, Calibration, LogisticWeights
 from ecospec_runtime.architectures import Architecture, chosen_by_routers, save
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.engine import Engine
@@ -29,6 +30,10 @@ from ecospec_runtime.verify import tree_mask
 from tests.oracles import chi_square, exact_distributions, mixed_drafter
 from tests.train.invented import make_profile
 
+MODEL = AcceptanceModel(
+    best="head", temperature=1.0, logistic=LogisticWeights(),
+    sampled={0.7: Calibration(temperature=1.0, logistic=LogisticWeights(log_p=1.5), head_share=0.8)},
+)  # fmt: skip
 WINDOW, CHUNK, COUNT = 8, 16, 32
 NEAR_TIE = 0.2  # of logits that spread over several units
 LENGTHS = (1, 5, 20, 40)  # prompts below and above the window and the prefill chunk
@@ -70,7 +75,7 @@ def liar(target: Target, seed: int = 0) -> Any:
     """Stands for a predictor that returns NaN, infinities, huge numbers and high praise for the worst candidates."""
     rng = np.random.default_rng(seed)
 
-    def predict(pool: Pool, embed: Any) -> Any:
+    def predict(pool: Pool, embed: Any, routing: bool = True) -> Any:
         routing = rng.standard_normal((len(pool) + 1, target.moe_layers, target.experts)).astype(np.float32) * 1e3
         praise = np.where(pool.ranks == pool.ranks.max(), 20.0, rng.standard_normal(len(pool)))
         for bad in (np.nan, np.inf, -np.inf):
@@ -79,7 +84,7 @@ def liar(target: Target, seed: int = 0) -> Any:
         return SimpleNamespace(routing_logits=routing, acceptance_logits=np.r_[0.0, praise].astype(np.float32))
 
     shapes = SimpleNamespace(layers=target.moe_layers, experts=target.experts, top_k=target.top_k)
-    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=SimpleNamespace(temperature=1.0, best="head"))
+    return SimpleNamespace(shapes=shapes, predict=predict, acceptance=MODEL)
 
 
 def decoder_for(target: Target, drafter: Any, policy: str) -> Engine:

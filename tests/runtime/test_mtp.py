@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ecospec_kernels import dispatch
 from ecospec_runtime import compute
+from ecospec_runtime.acceptance import AcceptanceModel, LogisticWeights
 from ecospec_runtime.config import GenerationConfig, PoolConfig
 from ecospec_runtime.drafters import load_drafter
 from ecospec_runtime.engine import Engine
@@ -167,14 +168,14 @@ def guessing_predictor() -> Any:
     """Stands for a predictor: random experts, from states of the drafter's width."""
     rng = np.random.default_rng(0)
 
-    def predict(pool: Pool, embed: Any) -> Any:
+    def predict(pool: Pool, embed: Any, routing: bool = True) -> Any:
         assert pool.states.shape[1] == H
         n = len(pool) + 1
         logits = rng.standard_normal((n, LAYERS - 1, EXPERTS)).astype(np.float32)
         return SimpleNamespace(routing_logits=logits, acceptance_logits=np.zeros(n, np.float32))
 
     shapes = SimpleNamespace(layers=LAYERS - 1, experts=EXPERTS, top_k=2)
-    learned = SimpleNamespace(temperature=1.0, best="raw")
+    learned = AcceptanceModel(best="raw", temperature=1.0, logistic=LogisticWeights())
     return SimpleNamespace(shapes=shapes, predict=predict, acceptance=learned)
 
 
