@@ -1,6 +1,6 @@
 # Every target does its own set-up: a virtual environment in .venv and a pinned install, once.
-#   make test        everything that proves the project (8 to 11 minutes on 2 cores); part of it: make test ARGS="-k predictor" JOBS=1
-#   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (8 to 15 minutes)
+#   make test        everything that proves the project (5 to 15 minutes on 2 cores); part of it: make test ARGS="-k predictor" JOBS=1
+#   make quickstart  a trained MoE through harvest, fit, profile, tune, export and decode (10 to 20 minutes)
 #   make reference   train a reference target and drafter like the committed ones (under three hours); from the committed
 #                    one, with FAMILY=gpt-oss or FAMILY=deepseek-v3, a reference of that architecture (within 90 minutes)
 #   make lint        ruff and mypy

@@ -95,7 +95,9 @@ def harvest(
     stride: Annotated[
         int, typer.Option(help="Positions from one pool to the next; replay is exact at 1.")
     ] = HARVEST.stride,
-    temperature: Annotated[float, typer.Option(help="Of the trajectory.")] = HARVEST.temperature,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature of the target's text.")
+    ] = HARVEST.temperature,
     seed: Annotated[int, typer.Option(help="Of the trajectory, above temperature 0.")] = HARVEST.seed,
     max_disk: Annotated[
         str, typer.Option(help="Refuse to write more than this, e.g. 2GB.")
